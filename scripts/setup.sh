@@ -1,0 +1,72 @@
+# Sourced by scripts/run and scripts/test. `setup [EXTRA]...` brings .venv to what the requirements files say, those of
+# the named extras and of the ones installed before included. Sets $root and $python.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=$root/.venv/bin/python
+
+say() { echo "set-up: $*" >&2; }
+die() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+# Sets $sets (the requirements files to install) and $digest (of their names and contents); true if .venv holds them.
+is_fresh() {
+  local extra
+  extras=$({ printf '%s\n' "$@"; cat "$root/.venv/.extras" 2>/dev/null || true; } | sort -u)
+  sets=(requirements.txt)
+  for extra in $extras; do
+    [[ ! -f $root/scripts/extras/$extra.txt ]] || sets+=("scripts/extras/$extra.txt")
+  done
+  digest=$(cd "$root" && sha256sum "${sets[@]}" scripts/requirements-nodeps.txt | sha256sum)
+  [[ -x $python && -f $root/.venv/.stamp && $(<"$root/.venv/.stamp") == "$digest" ]]
+}
+
+find_python() {
+  local candidate
+  while read -r candidate; do
+    if "$candidate" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done < <(type -aP python3.11 python3 python)
+  die "Python 3.11 with its venv module is needed, and PATH has $(python3 --version 2>/dev/null || echo none):" \
+    "install it (Debian: apt-get install python3.11-venv) and run the same command again"
+}
+
+pip_install() { "$python" -m pip install -qq --disable-pip-version-check --no-warn-conflicts "$@"; }
+
+install() {
+  local base torch
+  rm -f "$root/.venv/.stamp" # so that an interrupted installation is never taken for a finished one
+  if ! "$python" -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+    base=$(find_python)
+    say "making .venv with $base"
+    rm -rf "$root"/.venv/* # all but the dot files: the lock is held
+    "$base" -m venv "$root/.venv"
+  fi
+  torch=$(grep -m1 -o '^torch==[^ ]*' "$root/requirements.txt")
+  say "1/3 $torch"
+  pip_install "$torch" # by itself and first, so that pip's configuration alone chooses its build
+  say "2/3 ${sets[*]} (some minutes and 3 GB the first time)"
+  pip_install "${sets[@]/#/-r$root/}"
+  say "3/3 scripts/requirements-nodeps.txt"
+  pip_install --no-deps -r "$root/scripts/requirements-nodeps.txt"
+  echo "$extras" >"$root/.venv/.extras"
+  echo "$digest" >"$root/.venv/.stamp"
+  say "done"
+}
+
+setup() {
+  local extra
+  for extra; do
+    [[ -f $root/scripts/extras/$extra.txt ]] ||
+      die "there is no extra '$extra'; choose from: $(cd "$root/scripts/extras" && printf '%s ' *.txt | sed 's/\.txt//g')"
+  done
+  if is_fresh "$@"; then return; fi
+  mkdir -p "$root/.venv"
+  {
+    flock -n 9 || { say "waiting for another set-up of .venv" && flock 9; }
+    if ! is_fresh "$@"; then install; fi # another process may have done it meanwhile
+  } 9>"$root/.venv/.lock"
+}

@@ -1,0 +1,108 @@
+"""Tiny environments with known answers, for --env-id probe_envs:<name>-v0 and for direct use."""
+
+import os
+import time
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.envs.classic_control import CartPoleEnv
+
+VECTOR_MODES = ["sync same", "sync next", "async same", "async next", "envpool-like"]
+
+
+class ChainEnv(gym.Env):
+    """State s = 0, 1, 2, ...; leaving s pays reward(s); the `length`-th step ends the episode with the flags that `end`
+    names (terminated, truncated, both, endless). Actions must lie in action_space and do nothing else."""
+
+    observation_space, action_space = gym.spaces.Box(0, 1e6, (1,), np.float32), gym.spaces.Discrete(2)
+
+    def __init__(self, length=3, end="terminated", reward=lambda s: 2.0**s):
+        self.length, self.end, self.reward, self.episodes = length, end, reward, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.state = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), f"action {action} is not in {self.action_space}"
+        reward, self.state = self.reward(self.state), self.state + 1
+        ended = self.state == self.length and self.end != "endless"
+        self.episodes += ended
+        flags = ended and self.end != "truncated", ended and self.end != "terminated"
+        return np.full(1, self.state, np.float32), reward, *flags, {}
+
+
+class ShiftedChain(ChainEnv):
+    action_space = gym.spaces.Discrete(3, start=-1)
+
+
+class EnvpoolLike:
+    """Chains behind envpool's interface: NEXT_STEP, spaces of one environment, read-only num_envs, no seed at reset."""
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+    num_envs = property(lambda self: len(self.envs))
+    observation_space = property(lambda self: self.envs[0].observation_space)
+    action_space = property(lambda self: self.envs[0].action_space)
+
+    def __init__(self, envs):
+        self.envs = envs
+
+    def reset(self):
+        self.ended = [False] * len(self.envs)
+        return np.stack([env.reset()[0] for env in self.envs]), {}
+
+    def step(self, actions):
+        rows = []
+        for env, action, ended in zip(self.envs, actions, self.ended):
+            rows.append((env.reset()[0], 0.0, False, False) if ended else env.step(action)[:4])
+        obs, reward, terminated, truncated = (np.array(column) for column in zip(*rows))
+        self.ended = terminated | truncated
+        return obs, reward.astype(np.float32), terminated, truncated, {"elapsed_step": np.zeros(len(rows))}
+
+    def close(self):
+        pass
+
+
+class SlowCartPole(CartPoleEnv):
+    """CartPole whose steps take PROBE_STEP_S seconds, so that a test can catch a run in the middle."""
+
+    def step(self, action):
+        time.sleep(float(os.environ.get("PROBE_STEP_S", 0)))
+        return super().step(action)
+
+
+class FaultyEnv(ChainEnv):
+    """A chain of 9 steps. Its 7th step raises (fault "raise") or puts a NaN into the observation or the reward, but only
+    in the episode whose first action, by the policy's chance, is 1 (so that not all environments fail at once)."""
+
+    def __init__(self, fault):
+        super().__init__(length=9)
+        self.fault, self.faulty = fault, False
+
+    def step(self, action):
+        self.faulty = self.faulty if self.state else bool(action)
+        obs, reward, *rest = super().step(action)
+        if self.faulty and self.state == 7:
+            if self.fault == "raise":
+                raise ValueError("boom-42")
+            obs, reward = (obs * np.nan, reward) if self.fault == "observation" else (obs, np.nan)
+        return obs, reward, *rest
+
+
+def vector(ppo, mode, envs):
+    """The `VectorEnvs` of the script module `ppo` around single environments, in one of VECTOR_MODES."""
+    if mode == "envpool-like":
+        return ppo.VectorEnvs(EnvpoolLike(envs), len(envs))
+    kind, autoreset = mode.split()
+    make = {"sync": gym.vector.SyncVectorEnv, "async": gym.vector.AsyncVectorEnv}[kind]
+    makers = [lambda i=i, env=env: ppo.Episodes(env, i, i) for i, env in enumerate(envs)]
+    return ppo.VectorEnvs(make(makers, autoreset_mode=gym.vector.AutoresetMode[f"{autoreset.upper()}_STEP"]), len(envs))
+
+
+gym.register("Chain-v0", "probe_envs:ChainEnv")
+gym.register("TruncatedChain-v0", "probe_envs:ChainEnv", max_episode_steps=3, kwargs={"end": "endless"})
+gym.register("ShiftedChain-v0", "probe_envs:ShiftedChain")
+gym.register("SlowCartPole-v0", "probe_envs:SlowCartPole", max_episode_steps=500)
+for _fault in ("raise", "observation", "reward"):
+    gym.register(f"Faulty-{_fault}-v0", "probe_envs:FaultyEnv", kwargs={"fault": _fault})

@@ -1,0 +1,591 @@
+"""The mathematics and the parts of algos/ppo.py against hand-computed numbers and independent oracles."""
+
+import io
+import json
+import math
+import signal
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from probe_envs import VECTOR_MODES, ChainEnv, ShiftedChain, vector
+
+from algos import ppo
+
+GAE = json.loads((Path(__file__).parent / "data" / "gae.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def restored_signals():
+    numbers = signal.SIGTERM, signal.SIGUSR1
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers):
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def train(monkeypatch, tmp_path):
+    """train(mode, make, value, T, updates): runs `ppo.train` on the environments make(n) behind the vector mode, with
+    the critic value(obs). Returns an update's record each: `valid` (T, N), gae's results, and the trained advantages."""
+
+    def run(mode, make, value, T, updates, num_envs=1, **args):
+        records, valid = [], []
+
+        def gae(*inputs):
+            advantages, returns = real_gae(*inputs)
+            records.append({"advantages": advantages, "returns": returns, "valid": np.array(valid), "trained": []})
+            valid.clear()
+            return advantages, returns
+
+        def ppo_loss(*inputs):
+            records[-1]["trained"] += inputs[5].tolist()
+            return real_loss(*inputs)
+
+        class Agent(ppo.Agent):
+            def forward(self, obs):
+                return self.policy(obs), value(obs)
+
+        def step(self, reward, ended, is_valid):
+            valid.append(is_valid.copy())
+            real_step(self, reward, ended, is_valid)
+
+        real_gae, real_loss, real_step = ppo.gae, ppo.ppo_loss, ppo.EpisodeStats.step
+        with monkeypatch.context() as patch:
+            patch.setattr(ppo, "gae", gae)
+            patch.setattr(ppo, "ppo_loss", ppo_loss)
+            patch.setattr(ppo, "Agent", Agent)
+            patch.setattr(ppo.EpisodeStats, "step", step)
+            patch.setattr(ppo, "make_envs", lambda env_id, mode_, seeds, *_: vector(ppo, mode, make(len(seeds))))
+            defaults = {"num_minibatches": 1, "update_epochs": 1, "norm_adv": False, "eval_episodes": 1}
+            defaults |= {"eval_interval": 0, "progress": "none", "run_dir": tmp_path / "runs"}
+            shape = {"num_envs": num_envs, "num_steps": T, "total_timesteps": updates * T * num_envs}
+            ppo.train(ppo.Args(**defaults | shape | args))
+        return records
+
+    return run
+
+
+# ---- Advantages ----
+
+
+@pytest.mark.parametrize("case", GAE["cases"], ids=lambda case: case["case"])
+def test_gae_vectors(case):
+    inputs = [np.array(case[name]) for name in ("rewards", "values", "v_next", "terminated", "truncated")]
+    advantages, returns = ppo.gae(*inputs, case["gamma"], case["lam"])
+    np.testing.assert_allclose(advantages, case["advantages"], **GAE["tolerance"])
+    np.testing.assert_allclose(returns, case["returns"], **GAE["tolerance"])
+
+
+def test_gae_counts_the_bootstrap_once():
+    advantages, returns = ppo.gae([[1.0]] * 3, [[0.5]] * 3, [[0.5], [0.5], [2.0]], [[0]] * 3, [[0]] * 3, 0.9, 1.0)
+    np.testing.assert_allclose(advantages[:, 0], [3.668, 3.02, 2.3], rtol=1e-12)
+    np.testing.assert_allclose(returns, advantages + 0.5, rtol=1e-12)
+
+
+# A chain pays 2^s and the critic says V(s) = 2^(s+1): with gamma 0.5 every step but a terminal one has delta 2^s, and
+# the terminal step 2 has 4 - V(2) = -4. With lambda 0.5 the trace decays by 0.25. Advantages of a stretch of states:
+ENDING_IN_DEATH = {"0": [1], "01": [1.5, 2], "012": [1.25, 1, -4], "12": [1, -4], "1": [2], "2": [-4]}
+ENDING_BY_LIMIT = {"0": [1], "01": [1.5, 2], "012": [1.75, 3, 4], "12": [3, 4], "1": [2], "2": [4]}
+# An environment that never ends goes on by T states an update, and each state's delta is twice the one before.
+ENDLESS = {1: [1], 2: [1.5, 2], 3: [1.75, 3, 4], 4: [1.875, 3.5, 6, 8]}
+ENDS = ["terminated", "truncated", "both", "endless"]
+# The states that the updates see, by autoreset mode and T. NEXT_STEP has a dead step after state 2: at T=2 it ends the
+# second rollout, at T=3 it starts the second one and is inside the third.
+STRETCHES = [
+    ("same", 1, ["0", "1", "2", "0"]),
+    ("same", 2, ["01", "2 0", "12"]),
+    ("same", 3, ["012", "012"]),
+    ("same", 4, ["012 0", "12 01"]),
+    ("next", 1, ["0", "1", "2"]),
+    ("next", 2, ["01", "2", "01"]),
+    ("next", 3, ["012", "01", "2 0", "12"]),
+    ("next", 4, ["012", "012"]),
+]
+
+
+@pytest.mark.parametrize(
+    "mode,T,stretches",
+    [(mode, T, s) for mode in VECTOR_MODES for kind, T, s in STRETCHES
+     if kind == ("same" if "same" in mode else "next") and (T == 3 or "async" not in mode)],
+    ids=lambda x: str(x) if not isinstance(x, list) else "",
+)  # fmt: skip
+def test_every_way_an_episode_ends_gives_the_same_advantages_in_every_mode(train, mode, T, stretches):
+    records = train(mode, lambda n: [ChainEnv(end=end) for end in ENDS[:n]],
+                    lambda obs: torch.ldexp(torch.tensor(2.0), obs[:, 0].int()),
+                    T, len(stretches), num_envs=4, gamma=0.5, gae_lambda=0.5)  # fmt: skip
+    assert len(records) == len(stretches)
+    for update, (record, seen) in enumerate(zip(records, stretches)):
+        death = [a for stretch in seen.split() for a in ENDING_IN_DEATH[stretch]]
+        limit = [a for stretch in seen.split() for a in ENDING_BY_LIMIT[stretch]]
+        endless = [a * 2 ** (T * update) for a in ENDLESS[T]]
+        columns = [record["advantages"][record["valid"][:, i], i].tolist() for i in range(4)]
+        assert columns == [death, limit, death, endless], f"update {update}"
+        assert sorted(record["trained"]) == sorted(death + limit + death + endless), f"update {update}"
+
+
+@pytest.mark.parametrize("mode", VECTOR_MODES)
+def test_a_time_limit_is_not_a_death(train, mode):
+    """V = 10 is exact for a reward of 1 for ever under gamma 0.9, so nothing is surprising at the cut."""
+
+    def chains(n):
+        return [ChainEnv(5, "truncated", lambda s: 1.0) for _ in range(n)]
+
+    for record in train(mode, chains, lambda obs: torch.full((len(obs),), 10.0), 5, 1, gamma=0.9):
+        np.testing.assert_allclose(record["advantages"], np.zeros((5, 1)), atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", VECTOR_MODES)
+def test_bootstraps_from_the_last_observation(train, mode):
+    """150 would be the value before the last step, 0 that of the observation after the reset."""
+
+    def chains(n):
+        return [ChainEnv(4, "truncated", lambda s: 0.0) for _ in range(n)]
+
+    (record,) = train(mode, chains, lambda obs: 100 * obs[:, 0], 4, 1, gamma=0.5)
+    assert record["returns"][3, 0] == 200
+
+
+@pytest.mark.parametrize("mode", VECTOR_MODES)
+def test_the_last_step_of_each_rollout_is_learned_from(train, mode):
+    def chains(n):
+        return [ChainEnv(5, "endless" if n == 2 else "terminated", lambda s: float(s % 5 == 4)) for _ in range(n)]
+
+    records = train(mode, chains, lambda obs: torch.zeros(len(obs)), 5, 3, num_envs=2)
+    for record in records:
+        assert (record["advantages"][4] == 1).all()
+        assert len(record["trained"]) == 10
+
+
+@pytest.mark.parametrize("T,num_minibatches", [(1, 1), (2, 2)])
+def test_a_rollout_may_hold_fewer_steps_than_minibatches(train, T, num_minibatches):
+    """Under NEXT_STEP the fourth of every 4 steps is dead: with T=1 every fourth update has nothing to learn from."""
+    records = train("envpool-like", lambda n: [ChainEnv() for _ in range(n)], lambda obs: obs[:, 0], T, 8,
+                    num_minibatches=num_minibatches)  # fmt: skip
+    assert sum(len(record["trained"]) for record in records) == sum(record["valid"].sum() for record in records)
+
+
+# ---- Environments ----
+
+
+def seeds(n, entropy=1):
+    return np.random.SeedSequence(entropy).spawn(n)
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async", "envpool"])
+def test_parallel_environments_differ_and_follow_their_seeds(vectorization, capsys):
+    rows = []
+    for entropy in (1, 1, 2):
+        envs = ppo.make_envs("CartPole-v1", vectorization, seeds(8, entropy))
+        rows.append(envs.reset())
+        envs.close()
+    assert rows[0].shape == (8, 4) and rows[0].dtype == np.float32
+    assert len(np.unique(rows[0], axis=0)) == 8
+    np.testing.assert_array_equal(rows[0], rows[1])
+    assert len(np.unique(np.concatenate([rows[0], rows[2]]), axis=0)) == 16, "two seeds share an environment"
+    assert capsys.readouterr().err == ""
+
+
+def test_identical_environments_are_told(capsys):
+    vector(ppo, "sync same", [ChainEnv(), ChainEnv()]).reset()
+    assert "all environments start from the same observation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", VECTOR_MODES)
+def test_contract_of_step(mode):
+    envs, same = vector(ppo, mode, [ChainEnv(3, "terminated"), ChainEnv(2, "truncated")]), "same" in mode
+    obs = envs.reset()
+    assert obs.tolist() == [[0], [0]] and obs.dtype == np.float32
+    rows = [envs.step(np.zeros(2, np.int64)) for _ in range(6)]
+    envs.close()
+    columns = {name: np.array([row[k] for row in rows]).T for k, name in ((1, "reward"), (2, "term"), (3, "trunc"))}
+    states = np.array([row[0][:, 0] for row in rows]).T.tolist()
+    valid = np.array([row[4]["valid"] for row in rows]).T.tolist()
+    final = [(t, i, row[4]["final_obs"][i].item()) for t, row in enumerate(rows)
+             for i in np.flatnonzero(row[4]["final_mask"])]  # fmt: skip
+    if same:
+        assert states == [[1, 2, 0, 1, 2, 0], [1, 0, 1, 0, 1, 0]]
+        assert columns["reward"].tolist() == [[1, 2, 4, 1, 2, 4], [1, 2, 1, 2, 1, 2]]
+        assert columns["term"].tolist() == [[0, 0, 1, 0, 0, 1], [0] * 6]
+        assert columns["trunc"].tolist() == [[0] * 6, [0, 1, 0, 1, 0, 1]]
+        assert valid == [[True] * 6] * 2
+        assert final == [(1, 1, 2), (2, 0, 3), (3, 1, 2), (5, 0, 3), (5, 1, 2)]
+    else:
+        assert states == [[1, 2, 3, 0, 1, 2], [1, 2, 0, 1, 2, 0]]
+        assert columns["reward"].tolist() == [[1, 2, 4, 0, 1, 2], [1, 2, 0, 1, 2, 0]]
+        assert columns["term"].tolist() == [[0, 0, 1, 0, 0, 0], [0] * 6]
+        assert columns["trunc"].tolist() == [[0] * 6, [0, 1, 0, 0, 1, 0]]
+        assert valid == [[True, True, True, False, True, True], [True, True, False, True, True, False]]
+        assert final == []
+
+
+def test_dead_steps_of_envpool():
+    envs, dead = ppo.make_envs("CartPole-v1", "envpool", seeds(4)), 0
+    step = envs.envs.step
+
+    def spy(actions):
+        spy.result = step(actions)
+        return spy.result
+
+    envs.reset()
+    envs.envs = type("Envs", (), {"step": staticmethod(spy)})
+    for _ in range(60):
+        *_, info = envs.step(np.ones(4, np.int64))
+        _, reward, _, _, raw = spy.result
+        np.testing.assert_array_equal(info["valid"], raw["elapsed_step"] > 0)
+        np.testing.assert_array_equal(info["valid"], reward > 0)
+        dead += (~info["valid"]).sum()
+    assert dead > 10
+
+
+def play(envs, steps, *sinks):
+    """Feeds each sink (reward, ended, valid) for some steps."""
+    envs.reset()
+    for _ in range(steps):
+        _, reward, terminated, truncated, info = envs.step(np.zeros(envs.num_envs, np.int64))
+        for sink in sinks:
+            sink(reward, terminated | truncated, info["valid"])
+    envs.close()
+
+
+@pytest.mark.parametrize("mode", VECTOR_MODES)
+@pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
+def test_episode_statistics(mode, end):
+    """Full return and length for all episodes, not only the first; nothing is carried over a time limit."""
+    stats = ppo.EpisodeStats(2)
+    chains = [ChainEnv(3, end, lambda s: 1.0), ChainEnv(10, end, lambda s: 1.0)]
+    steps = 30 if "same" in mode else 40
+    play(vector(ppo, mode, chains), steps, stats.step)
+    finished = [(3.0, 3)] * 10, [(10.0, 10)] * 3
+    assert sorted(stats.finished) == sorted(finished[0] + finished[1])
+    assert stats.dead == (0 if "same" in mode else 10 + 3)
+    means = stats.pop()
+    assert means["charts/episodic_return"] == means["charts/episodic_length"] == pytest.approx(60 / 13)
+    assert means["charts/episodes"] == 13
+    again = stats.pop()
+    assert math.isnan(again["charts/episodic_return"]) and again["charts/episodes"] == 13
+
+
+def test_episode_statistics_survive_saving():
+    stats, other = ppo.EpisodeStats(2), ppo.EpisodeStats(2)
+    steps = [(np.array([1.0, 2.0]), np.array([t == 2, t == 4]), np.array([True, t != 1])) for t in range(6)]
+    for step in steps[:4]:
+        stats.step(*step)
+    other.load_state_dict(through_a_file(stats.state_dict()))
+    for step in steps[4:]:
+        stats.step(*step)
+        other.step(*step)
+    assert stats.finished == other.finished == [(3.0, 3), (8.0, 4)]
+    assert stats.pop() == other.pop() and stats.returns.tolist() == other.returns.tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("mode", VECTOR_MODES)
+@pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
+def test_reward_scaler_restarts_with_each_episode_and_counts_real_steps(mode, end):
+    scaler, firsts, running = ppo.RewardScaler(2, 0.99), [], np.zeros(2, bool)
+
+    def scale(reward, ended, valid):
+        seen = []
+        update, scaler.stats.update = scaler.stats.update, lambda batch: (seen.extend(batch), update(batch))
+        scaler(reward, ended, valid)
+        scaler.stats.update = update
+        firsts.extend(value for value, on in zip(seen, running[valid]) if not on)
+        running[:] = np.where(valid, ~ended, False)
+
+    play(vector(ppo, mode, [ChainEnv(4, end, lambda s: 1.0) for _ in range(2)]), 12, scale)
+    episodes = 6  # begun within 12 steps: at 0, 4, 8 under SAME_STEP; at 0, 5, 10 under NEXT_STEP
+    assert firsts == [1.0] * episodes
+    assert scaler.stats.count - 1e-4 == pytest.approx(24 if "same" in mode else 20)
+
+
+def test_reward_scaler_oracle():
+    rng, scaler = np.random.default_rng(0), ppo.RewardScaler(3, 0.9)
+    rewards, ended, valid = rng.normal(2, 3, (50, 3)), rng.random((50, 3)) < 0.1, rng.random((50, 3)) < 0.9
+    ended &= valid
+    running, seen = [0.0] * 3, []
+    for t in range(50):
+        for i in range(3):
+            if valid[t, i]:
+                running[i] = 0.9 * running[i] + rewards[t, i]
+                seen.append(running[i])
+                running[i] = 0.0 if ended[t, i] else running[i]
+        variance = (1e-4 + sum(x * x for x in seen)) / (1e-4 + len(seen)) - (sum(seen) / (1e-4 + len(seen))) ** 2
+        expected = np.clip(rewards[t] / math.sqrt(variance + 1e-8), -10, 10)
+        if t == 20:
+            other = ppo.RewardScaler(3, 0.9)
+            other.load_state_dict(through_a_file(scaler.state_dict()))
+            scaler = other
+        np.testing.assert_allclose(scaler(rewards[t], ended[t], valid[t]), expected, rtol=1e-9)
+    assert scaler(np.array([1e9, -1e9, 0.0]), np.zeros(3, bool), np.zeros(3, bool)).tolist() == [10, -10, 0]
+
+
+def test_running_mean_std_oracle():
+    """Mean and variance of all rows together, with a prior of weight 1e-4 at mean 0 and variance 1."""
+    rng, running = np.random.default_rng(0), ppo.RunningMeanStd((2,))
+    batches = [rng.normal([5, -1000], [0.1, 3], (n, 2)) for n in (1, 7, 0, 256, 2)]
+    for batch in batches:
+        running.update(batch)
+    rows = np.concatenate(batches)
+    mean = rows.sum(0) / (len(rows) + 1e-4)
+    variance = (((rows - mean) ** 2).sum(0) + 1e-4 * (1 + mean**2)) / (len(rows) + 1e-4)
+    np.testing.assert_allclose(running.mean, mean, rtol=1e-12)
+    np.testing.assert_allclose(running.var, variance, rtol=1e-9)
+    assert running.count == pytest.approx(len(rows) + 1e-4, abs=1e-9)
+    x = rows[:3].astype(np.float32)
+    other = ppo.RunningMeanStd((2,))
+    other.load_state_dict(through_a_file(running.state_dict()))
+    for one in (running, other):
+        normal = one.normalize(x)
+        assert normal.dtype == np.float32
+        np.testing.assert_allclose(normal, (x - mean) / np.sqrt(variance + 1e-8), rtol=1e-4, atol=1e-4)
+    assert running.normalize(np.array([[1e9, -1e9]])).tolist() == [[10, -10]]
+
+
+@pytest.mark.parametrize("mode", VECTOR_MODES)
+def test_actions_of_a_shifted_discrete_space(mode):
+    envs = vector(ppo, mode, [ShiftedChain(), ShiftedChain(), ShiftedChain()])
+    assert envs.num_actions == 3
+    envs.reset()
+    envs.step(np.array([0, 1, 2]))  # the environments check that these become -1, 0, 1
+    envs.close()
+
+
+def test_continuous_actions_are_clipped_to_the_space():
+    envs = ppo.make_envs("Pendulum-v1", "sync", seeds(2))
+    assert envs.continuous and envs.num_actions == 1
+    envs.reset()
+    envs.step(np.array([[5.0], [-5.0]], np.float32))
+    assert [env.unwrapped.last_u for env in envs.envs.envs] == [2, -2]
+    envs.close()
+
+
+def test_other_action_spaces_are_refused():
+    class Multi(ChainEnv):
+        action_space = gym.spaces.MultiDiscrete([2, 2])
+
+    with pytest.raises(ppo.RunError, match=r"MultiDiscrete.*this script takes Discrete or Box"):
+        vector(ppo, "sync same", [Multi()])
+
+
+def through_a_file(state):
+    """The state as a resumed run sees it: packed, saved, and loaded by weights_only."""
+    file = io.BytesIO()
+    torch.save(ppo.pack(state), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Hopper-v4"])
+@pytest.mark.parametrize("steps", [0, 1, 37])
+def test_unfinished_episodes_are_restored_to_the_bit(env_id, steps):
+    rng = np.random.default_rng(0)
+    envs, other = (ppo.make_envs(env_id, "sync", seeds(2, entropy)) for entropy in (1, 2))
+
+    def act():
+        return (
+            rng.normal(0, 0.5, (2, envs.num_actions)).astype(np.float32) if envs.continuous else rng.integers(2, size=2)
+        )
+
+    envs.reset()
+    other.reset()
+    for _ in range(steps):
+        envs.step(act())
+    other.load_state_dict(through_a_file(envs.state_dict()))
+    episodes = 0
+    for _ in range(200):
+        actions = act()
+        one, two = envs.step(actions.copy()), other.step(actions.copy())
+        for a, b in zip(one[:4], two[:4]):
+            np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(one[4]["final_mask"], two[4]["final_mask"])
+        episodes += one[4]["final_mask"].sum()
+    assert episodes > 4, "the seeds of later episodes were not compared"
+
+
+def test_a_time_limit_goes_on_after_restoring():
+    """The steps before count: MountainCar truncates at 200."""
+    envs, other = (ppo.make_envs("MountainCar-v0", "sync", seeds(1, entropy)) for entropy in (1, 2))
+    envs.reset()
+    other.reset()
+    for _ in range(150):
+        envs.step(np.ones(1, np.int64))
+    other.load_state_dict(through_a_file(envs.state_dict()))
+    ends = [t for t in range(60) if other.step(np.ones(1, np.int64))[3][0]]
+    assert ends == [49]
+
+
+# ---- Agent and loss ----
+
+
+def test_pack():
+    state = {"a": np.arange(6, dtype=np.uint8).reshape(2, 3), "b": (np.float64(0.1), 2**70, None, "x", True),
+             3: [torch.ones(2, requires_grad=True), {"rng": np.random.default_rng(5).bit_generator.state}],
+             "empty": np.zeros((0, 4)), "bool": np.array([True, False]), "big": np.array([2**40])}  # fmt: skip
+    packed = ppo.pack(state)
+    state["a"][:] = 9  # a deep copy
+    loaded = through_a_file(packed)
+    assert loaded["a"].dtype == torch.uint8 and loaded["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert loaded["b"] == [0.1, 2**70, None, "x", True] and type(loaded["b"][0]) is float
+    assert not loaded[3][0].requires_grad and loaded[3][0].tolist() == [1, 1]
+    assert loaded["empty"].shape == (0, 4) and loaded["bool"].dtype == torch.bool and loaded["big"].item() == 2**40
+    rng = np.random.default_rng()
+    rng.bit_generator.state = loaded[3][1]["rng"]
+    assert rng.random() == np.random.default_rng(5).random()
+
+
+def test_random_streams_go_on_after_saving():
+    one, other = ppo.Randomness(1, "cpu"), ppo.Randomness(2, "cpu")
+    torch.rand(1)
+    one.minibatches.random()
+    other.load_state_dict(through_a_file(one.state_dict()))
+
+    def draw(random):
+        return torch.rand(3, generator=random.actions).tolist(), random.minibatches.random(3).tolist()
+
+    assert draw(one) == draw(other) != draw(one)
+
+
+@pytest.mark.parametrize("shape", [(64, 72, 3), (4, 84, 84)], ids=["channels last", "channels first"])
+def test_images_stay_bytes_until_the_network_divides(shape):
+    torch.manual_seed(0)
+    agent = ppo.Agent(shape, 5)
+    image = torch.randint(256, (2, *shape), dtype=torch.uint8)
+    logits, value = agent(image)
+    assert logits.shape == (2, 5) and value.shape == (2,)
+    planes = (image.permute(0, 3, 1, 2) if shape[-1] == 3 else image).numpy() / np.float32(255)
+    torch.testing.assert_close(agent.value(torch.as_tensor(planes)).squeeze(-1), value)
+
+
+def test_discrete_policy():
+    torch.manual_seed(0)
+    agent, obs = ppo.Agent((4,), 3), torch.randn(1, 4).expand(20_000, 4)
+    agent.policy[-1].bias.data = torch.tensor([0.0, 1.0, 2.0])
+    action, logprob, value = agent.act(obs, torch.Generator().manual_seed(1))
+    logits = agent(obs[:1])[0][0].detach().double().numpy()
+    probs = np.exp(logits) / np.exp(logits).sum()
+    np.testing.assert_allclose(logprob.numpy(), np.log(probs)[action.numpy()], rtol=1e-5)
+    np.testing.assert_allclose(np.bincount(action) / len(action), probs, atol=0.015)
+    assert (agent.act(obs[:5])[0] == 2).all(), "without a generator: the most likely action"
+    assert value.shape == (20_000,)
+    again = agent.act(obs, torch.Generator().manual_seed(1))[0]
+    assert (again == action).all()
+
+
+def test_continuous_policy():
+    torch.manual_seed(0)
+    agent, obs = ppo.Agent((4,), 2, continuous=True), torch.randn(1, 4).expand(20_000, 4)
+    agent.log_std.data = torch.tensor([-1.0, 0.5])
+    action, logprob, _ = agent.act(obs, torch.Generator().manual_seed(1))
+    mean, std = agent(obs[:1])[0][0].detach().double().numpy(), np.exp([-1.0, 0.5])
+    z = (action.double().numpy() - mean) / std
+    expected = (-0.5 * z**2 - np.log(std) - 0.5 * math.log(2 * math.pi)).sum(1)
+    np.testing.assert_allclose(logprob.numpy(), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(z.mean(0), 0, atol=0.03)
+    np.testing.assert_allclose(z.std(0), 1, atol=0.03)
+    np.testing.assert_allclose(agent.act(obs[:1])[0][0].numpy(), mean, rtol=1e-5)
+    entropy = agent.distribution(agent(obs[:1])[0]).entropy().item()
+    assert entropy == pytest.approx((np.log(std) + 0.5 * math.log(2 * math.pi * math.e)).sum(), rel=1e-5)
+
+
+def loss_oracle(logprob, entropy, value, old_logprob, old_value, advantage, returns, eps, clip_vloss, ent, vf):
+    """The loss sample by sample, in plain numbers."""
+    policy, errors, kl, clipped = [], [], [], []
+    for lp, v, olp, ov, a, r in zip(logprob, value, old_logprob, old_value, advantage, returns):
+        ratio = math.exp(lp - olp)
+        policy.append(-min(a * ratio, a * min(max(ratio, 1 - eps), 1 + eps)))
+        error = (v - r) ** 2
+        if clip_vloss:
+            error = max(error, (ov + min(max(v - ov, -eps), eps) - r) ** 2)
+        errors.append(error)
+        kl.append(ratio - 1 - (lp - olp))
+        clipped.append(abs(ratio - 1) > eps)
+    parts = {"policy_loss": np.mean(policy), "value_loss": 0.5 * np.mean(errors), "entropy": np.mean(entropy),
+             "approx_kl": np.mean(kl), "clipfrac": np.mean(clipped)}  # fmt: skip
+    return parts["policy_loss"] - ent * parts["entropy"] + vf * parts["value_loss"], parts
+
+
+@pytest.mark.parametrize("clip_vloss", [False, True])
+def test_ppo_loss_and_its_gradients(clip_vloss):
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(0, scale, 64) for scale in (0.4, 1, 1, 0.4, 1, 1, 1)]
+    coefs = 0.2, clip_vloss, 0.01, 0.5
+    expected, parts = loss_oracle(*arrays, *coefs)
+    assert 0.1 < parts["clipfrac"] < 0.9, "the cases are one-sided"
+    tensors = [torch.tensor(array, requires_grad=True) for array in arrays]
+    loss, found = ppo.ppo_loss(*tensors, *coefs)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    assert {name: value.item() for name, value in found.items()} == pytest.approx(parts, rel=1e-6)
+    loss.backward()
+    for k in (0, 1, 2):  # logprob, entropy, value
+        for i in range(64):
+            shifted = [
+                [a + h * (np.arange(64) == i) if j == k else a for j, a in enumerate(arrays)] for h in (1e-6, -1e-6)
+            ]
+            slope = (loss_oracle(*shifted[0], *coefs)[0] - loss_oracle(*shifted[1], *coefs)[0]) / 2e-6
+            assert tensors[k].grad[i].item() == pytest.approx(slope, abs=1e-8), (k, i)
+
+
+def test_explained_variance():
+    rng = np.random.default_rng(0)
+    returns = rng.normal(size=100)
+    assert ppo.explained_variance(returns, returns) == 1
+    assert ppo.explained_variance(np.zeros(100), returns) == 0
+    assert ppo.explained_variance(returns + rng.normal(0, 0.5, 100), returns) == pytest.approx(0.75, abs=0.1)
+    assert math.isnan(ppo.explained_variance(returns, np.full(100, 7.0)))
+    with np.errstate(invalid="ignore"):
+        assert math.isnan(ppo.explained_variance(returns, np.where(returns > 1, np.inf, returns)))
+
+
+def test_numbers_that_json_has_no_word_for_become_null():
+    row = ppo.finite({"a": math.nan, "b": -math.inf, "c": np.float32(1.5), "d": 2})
+    assert json.loads(json.dumps(row, allow_nan=False)) == {"a": None, "b": None, "c": 1.5, "d": 2}
+
+
+def test_nothing_to_learn_leaves_the_weights_finite(train, tmp_path):
+    """Every reward and value is 0, so all advantages and their deviation are."""
+    train("sync same", lambda n: [ChainEnv(3, "terminated", lambda s: 0.0) for _ in range(n)],
+          lambda obs: torch.zeros(len(obs)), 6, 2, num_envs=2, num_minibatches=2, norm_adv=True, norm_reward=True)  # fmt: skip
+    (path,) = (tmp_path / "runs").rglob("*.pt")
+    state = torch.load(path, weights_only=True)
+    assert all(torch.isfinite(weights).all() for weights in state["agent"].values())
+    (metrics,) = (tmp_path / "runs").rglob("metrics.jsonl")
+    for line in metrics.read_text().splitlines():
+        row = json.loads(line)
+        assert row["losses/explained_variance"] is None and math.isfinite(row["losses/policy_loss"])
+
+
+# ---- Evaluation ----
+
+
+@pytest.mark.parametrize("mode", VECTOR_MODES)
+def test_evaluation_counts_the_first_episode_of_each_environment(monkeypatch, mode):
+    def chains(env_id, vectorization, seeds, video_folder=None):
+        return vector(ppo, mode, [ChainEnv(2 + i, "truncated") for i in range(len(seeds))])
+
+    monkeypatch.setattr(ppo, "make_envs", chains)
+    rows = ppo.evaluate(ppo.Agent((1,), 2), None, ppo.Args(eval_episodes=3))
+    assert rows == [{"split": "eval", "return": r, "length": n} for r, n in ((3, 2), (7, 3), (15, 4))]
+    assert ppo.summarize(rows, "eval") == pytest.approx(
+        {"eval/return_mean": 25 / 3, "eval/return_std": np.std([3, 7, 15]), "eval/length_mean": 3}
+    )
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "envpool"])
+def test_evaluation_depends_on_its_seed_alone_and_touches_nothing(vectorization):
+    agent, norm = ppo.Agent((4,), 2), ppo.RunningMeanStd((4,))
+    norm.update(np.random.default_rng(0).normal(size=(50, 4)))
+    before, states = json.dumps(norm.state_dict(), default=np.ndarray.tolist), torch.get_rng_state()
+
+    def rows(seed, **args):
+        args = ppo.Args(eval_episodes=5, eval_greedy=False, vectorization=vectorization, eval_seed=seed, **args)
+        return ppo.evaluate(agent, norm, args)
+
+    first = rows(1)
+    np.random.seed(5)
+    torch.rand(1)
+    states_later = torch.get_rng_state()
+    assert rows(1, seed=7, num_envs=2) == first != rows(2)
+    assert torch.equal(torch.get_rng_state(), states_later) and not torch.equal(states_later, states)
+    assert json.dumps(norm.state_dict(), default=np.ndarray.tolist) == before
