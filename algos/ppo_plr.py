@@ -434,7 +434,7 @@ class PrioritizedLevelReplay(Curriculum):
         share = len(self._ranked) / len(self._scores)
         if not share or share < self.rho:
             return 0.0
-        if self.replay_schedule == "fixed" and (share < 1 or self.buffer_size):
+        if self.replay_schedule == "fixed" and share < 1:
             return self.replay_prob
         return min(share, self.replay_prob) if self.buffer_size else share
 
@@ -521,8 +521,8 @@ class PrioritizedLevelReplay(Curriculum):
 
         tasks (T, N) int encodings; rewards (T, N); values (T + 1, N); logits (T, N, A) or None; dones (T + 1, N) bool:
         dones[t + 1] = step t ended an episode, dones[0] = the last step before the rollout did. Optional, all (T, N):
-        next_values of each step's true successor, with which terminated tells termination from truncation; advantages, raw,
-        if known; valid, False for (autoreset) steps that count for nothing. ValueError names what does not fit.
+        next_values of each step's true successor, with which terminated tells termination from truncation; advantages
+        (raw) if known; valid, False for (autoreset) steps that count for nothing. ValueError names what does not fit.
         """
         tasks = np.asarray(tasks)
         if tasks.ndim != 2 + np.ndim(self._encoding(0)) or not tasks.size or tasks.dtype.kind not in "iu":
@@ -900,10 +900,11 @@ class ProcgenLevels:
     """`num` slots of one Procgen game, with any level at any episode: set_level(i, level) makes obs[i] its first frame.
 
     step(actions (num,)) -> obs uint8, reward float32, terminated, truncated. obs (num, 64, 64, 3) is live. A slot that
-    ended waits for set_level; solved[i] tells whether it reached its goal. `at`: the slot worked on, for error messages.
+    ended waits for set_level; solved[i] tells whether it reached its goal. `at`: the slot worked on, for messages.
     Stock Procgen fixes its levels when it is made, so the saved state of a level's first frame is written over the
-    slot. Each episode is, to the bit, the first one of a fresh game with start_level=level, num_levels=1. Procgen resets
-    inside `act`: the last frame is never seen, a time-out looks like a death. Both count as terminated, as in the papers.
+    slot. Each episode is, to the bit, the first one of a fresh game with start_level=level, num_levels=1. Procgen
+    resets inside `act`: the last frame is never seen, a time-out looks like a death. Both count as terminated, as in the
+    papers.
     """
 
     def __init__(self, game, num, distribution_mode="easy", cached_levels=1700):
@@ -951,8 +952,8 @@ class ProcgenLevels:
 
 
 class MiniGridLevels:
-    """The same for MiniGrid: a level is the seed of `reset`, the state of a slot its level and the actions since. obs is
-    the egocentric image; direction and mission are left out, so Fetch, GoToDoor and the like hide their goal."""
+    """The same for MiniGrid: a level is the seed of `reset`, the state of a slot its level and the actions since. obs
+    is the egocentric image; direction and mission are left out, so Fetch, GoToDoor and the like hide their goal."""
 
     def __init__(self, env_id, num, distribution_mode=None):
         self.envs = [gym.make(f"minigrid:{env_id}", disable_env_checker=True) for _ in range(num)]
@@ -1501,9 +1502,6 @@ class RunLogger:
         self.checkpoints = self.dir / "checkpoints"
         if args.resume == "never" and (self.dir / "metrics.jsonl").exists():
             raise RunError(f"--resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
-        if (self.dir / "result.json").exists():
-            self.result = json.loads((self.dir / "result.json").read_text())
-            return
         self.code_sha = hashlib.sha256(script.read_bytes()).hexdigest()
         git = partial(subprocess.run, cwd=script.resolve().parent, capture_output=True, text=True)
         self.config_json = {
@@ -1513,6 +1511,9 @@ class RunLogger:
             "host": socket.gethostname(), "cpus": len(os.sched_getaffinity(0)), "python": platform.python_version(),
             "torch": torch.__version__, "numpy": np.__version__, "gymnasium": gym.__version__,
         }  # fmt: skip
+        if (self.dir / "result.json").exists():
+            self.result = json.loads((self.dir / "result.json").read_text())
+            return
         write_atomically(self.dir / "config.json", lambda f: f.write(json.dumps(self.config_json, indent=1).encode()))
         shutil.copyfile(script, self.dir / "code.py")
 
@@ -1521,7 +1522,7 @@ class RunLogger:
         state = load_checkpoint(self.checkpoints, self.config)
         if state is None and (self.args.resume == "must" or self.args.eval_only):
             raise RunError(f"{self.checkpoints} holds no checkpoint to go on from: train first, with --resume auto")
-        if state is not None and self.result is None and state["code_sha"] != self.code_sha:
+        if state is not None and state["code_sha"] != self.code_sha:
             old, new = state["code_sha"][:8], self.code_sha[:8]
             print(f"warning: the script changed since the checkpoint (sha {old}, now {new})", file=sys.stderr)
         step, self.first_update, self.wall_s = -1, 0, 0.0
@@ -1539,7 +1540,7 @@ class RunLogger:
         from torch.utils.tensorboard import SummaryWriter
 
         self.state = None
-        self.last_time, self.last_line, self.eval_return = time.time(), time.time(), math.nan
+        self.last_time, self.last_line, self.eval_return = time.time(), time.time(), None
         self.metrics, self.evals = open(self.dir / "metrics.jsonl", "a"), open(self.dir / "eval.jsonl", "a")
         self.tb = SummaryWriter(self.dir / "tb")
         self.wandb = None
@@ -1564,7 +1565,7 @@ class RunLogger:
         stopped = interrupted or (kind is SystemExit and error.code == 75)
         self.status("finished" if kind is None else "interrupted" if stopped else "failed")
         for sink in (self.metrics, self.evals, self.tb, self.bar, self.lock):
-            if sink is not None:
+            with suppress(OSError, AttributeError):  # a full disk again; no bar
                 sink.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=int(kind is not None))
@@ -1593,7 +1594,8 @@ class RunLogger:
     def status(self, state):
         row = {"state": state, "step": self.last_step, "pid": os.getpid(), "host": socket.gethostname(),
                "heartbeat": time.time()}  # fmt: skip
-        (self.dir / "status.json").write_text(json.dumps(row))
+        with suppress(OSError):  # a full disk has been reported already, by what matters more
+            (self.dir / "status.json").write_text(json.dumps(row))
 
     def log(self, step, row, update):
         """One row of metrics.jsonl (not finite: null), TensorBoard and wandb; the progress line; status.json."""
@@ -1601,8 +1603,7 @@ class RunLogger:
         row["charts/SPS"] = (step - self.last_step) / (now - self.last_time)
         self.last_step, self.last_time = step, now
         row = finite(row)
-        row_json = json.dumps({"global_step": step, "wall_s": round(self.elapsed(), 3)} | row)
-        print(row_json, file=self.metrics, flush=True)
+        self.write(self.metrics, {"global_step": step, "wall_s": round(self.elapsed(), 3)} | row)
         for key, value in row.items():
             if value is not None:
                 self.tb.add_scalar(key, value, step)
@@ -1612,15 +1613,20 @@ class RunLogger:
         self.eval_return = row.get("eval/return_mean", self.eval_return)
         if self.show:
             left = (now - self.start) / (update - self.first_update) * (self.args.num_updates - update)
-            episodic_return = math.nan if row["charts/episodic_return"] is None else row["charts/episodic_return"]
+            ret, test = ("-" if x is None else f"{x:.1f}" for x in (row["charts/episodic_return"], self.eval_return))
             self.show(f"upd {update}/{self.args.num_updates} | {step / 1e6:.2f}M/{self.args.total_timesteps / 1e6:.2f}M"
-                      f" | {row['charts/SPS']:.0f} sps | ret {episodic_return:.1f} | test {self.eval_return:.1f}"
-                      f" | eta {timedelta(seconds=int(left))}")  # fmt: skip
+                      f" | {row['charts/SPS']:.0f} sps | ret {ret} | test {test} | eta {timedelta(seconds=int(left))}")  # fmt: skip
 
     def log_eval(self, step, rows):
         """One row of eval.jsonl per evaluation episode."""
         for row in rows:
-            print(json.dumps({"global_step": step} | row), file=self.evals, flush=True)
+            self.write(self.evals, {"global_step": step} | row)
+
+    def write(self, file, row):
+        try:
+            print(json.dumps(row), file=file, flush=True)
+        except OSError as error:
+            raise RunError(f"cannot write {file.name}: {error}. The last checkpoint is intact") from error
 
     def finish(self, result):
         """result.json, written last: its presence means that the run is complete."""

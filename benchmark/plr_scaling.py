@@ -54,9 +54,8 @@ def measure(num_tasks, transform):
 
 
 if __name__ == "__main__":
-    print(
-        "| transform | levels | draw | interleaved: draw | update | rollout | peak memory |\n|---|---|---|---|---|---|---|"
-    )
+    print("| transform | levels | draw | interleaved: draw | update | rollout | peak memory |")
+    print("|---|---|---|---|---|---|---|")
     for transform in "rank", "power":
         for num_tasks in 10**2, 10**4, 10**6:
             times = " | ".join(f"{median:.1f} ({mean:.1f}) us" for median, mean in measure(num_tasks, transform))

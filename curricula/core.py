@@ -97,7 +97,9 @@ class TaskSpace:
         elif isinstance(space, (gym.spaces.Tuple, gym.spaces.Dict)):
             parts = space.spaces.values() if isinstance(space, gym.spaces.Dict) else space.spaces
         elif not isinstance(space, gym.spaces.Box):
-            kinds = "a list of tasks or their number (at least 1), a Discrete, MultiDiscrete, Box, Tuple or Dict"
+            parts = []
+        if parts is not None and not parts:
+            kinds = "a list of tasks, a number of tasks, a Discrete, Box, MultiDiscrete, Tuple or Dict, and not empty"
             raise ValueError(f"a task space is {kinds}, found {given!r}")
         self.gym_space, self._parts, self._names = space, parts and [TaskSpace(part) for part in parts], None
         if parts:

@@ -164,7 +164,7 @@ class PrioritizedLevelReplay(Curriculum):
         share = len(self._ranked) / len(self._scores)
         if not share or share < self.rho:
             return 0.0
-        if self.replay_schedule == "fixed" and (share < 1 or self.buffer_size):
+        if self.replay_schedule == "fixed" and share < 1:
             return self.replay_prob
         return min(share, self.replay_prob) if self.buffer_size else share
 
@@ -251,8 +251,8 @@ class PrioritizedLevelReplay(Curriculum):
 
         tasks (T, N) int encodings; rewards (T, N); values (T + 1, N); logits (T, N, A) or None; dones (T + 1, N) bool:
         dones[t + 1] = step t ended an episode, dones[0] = the last step before the rollout did. Optional, all (T, N):
-        next_values of each step's true successor, with which terminated tells termination from truncation; advantages, raw,
-        if known; valid, False for (autoreset) steps that count for nothing. ValueError names what does not fit.
+        next_values of each step's true successor, with which terminated tells termination from truncation; advantages
+        (raw) if known; valid, False for (autoreset) steps that count for nothing. ValueError names what does not fit.
         """
         tasks = np.asarray(tasks)
         if tasks.ndim != 2 + np.ndim(self._encoding(0)) or not tasks.size or tasks.dtype.kind not in "iu":

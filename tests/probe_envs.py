@@ -16,7 +16,7 @@ class ChainEnv(gym.Env):
 
     observation_space, action_space = gym.spaces.Box(0, 1e6, (1,), np.float32), gym.spaces.Discrete(2)
 
-    def __init__(self, length=3, end="terminated", reward=lambda s: 2.0**s):
+    def __init__(self, length=3, end="terminated", reward=lambda s: 2.0**s, render_mode=None):
         self.length, self.end, self.reward, self.episodes = length, end, reward, 0
 
     def reset(self, *, seed=None, options=None):
@@ -73,10 +73,10 @@ class SlowCartPole(CartPoleEnv):
 
 
 class FaultyEnv(ChainEnv):
-    """A chain of 9 steps. Its 7th step raises (fault "raise") or puts a NaN into the observation or the reward, but only
-    in the episode whose first action, by the policy's chance, is 1 (so that not all environments fail at once)."""
+    """A chain of 9 steps whose 7th raises (fault "raise") or has a NaN as observation or reward, but only in episodes
+    whose first action, by the policy's chance, is 1: so not all environments fail at once."""
 
-    def __init__(self, fault):
+    def __init__(self, fault, render_mode=None):
         super().__init__(length=9)
         self.fault, self.faulty = fault, False
 

@@ -167,6 +167,8 @@ def test_what_is_outside_the_space_is_named(space, task):  # CUR-11
         (("abc",), "found 'abc'"),
         (((3, 2),), r"found \(3, 2\)"),
         ((MultiBinary(3),), "found MultiBinary"),
+        ((Tuple(()),), "found Tuple"),
+        ((Dict({}),), "found Dict"),
         ((Tuple((Discrete(2), MultiBinary(3))),), "found MultiBinary"),
         ((3, ["a", "b"]), "2 tasks cannot name the 3 of Discrete"),
         ((GRID, ["a"]), "1 tasks cannot name the 6 of MultiDiscrete"),

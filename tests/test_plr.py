@@ -83,7 +83,8 @@ def test_vectors(path):
     case = json.loads(path.read_text())
     config = case["config"]
     assert case["kind"] in ("level_replay", "dcd_finite") and config["replay_schedule"] == "proportionate"
-    same = "temperature rho alpha staleness_coef staleness_transform staleness_temperature score_transform".split()
+    same = ["temperature", "rho", "alpha", "staleness_coef", "staleness_transform", "staleness_temperature"]
+    same.append("score_transform")
     curriculum = PrioritizedLevelReplay(
         len(config["seeds"]),
         score=config["strategy"],
@@ -454,6 +455,14 @@ def test_later_segment_wins_in_order_of_actor_then_time():
     np.testing.assert_array_equal(curriculum.scores, [5, 9])
 
 
+def test_flush_is_in_order_of_actor_even_if_a_later_one_rested():
+    curriculum, zero = PrioritizedLevelReplay(1, score="one_step_td_error"), np.zeros((2, 2))
+    for valid in [[True, True]], [[True, False]]:
+        curriculum.update_from_rollout([[0, 0]], [[1, 2]], zero, None, zero, 1, 1, valid=valid)
+    curriculum.after_update()
+    assert curriculum.scores == [2]
+
+
 def test_episode_over_three_rollouts():
     curriculum = PrioritizedLevelReplay(2, score="one_step_td_error")
     step_rollout(curriculum, [1, 2], [0, 0, 0], [1, 0, 0])
@@ -466,8 +475,10 @@ def test_episode_over_three_rollouts():
 def test_piece_whose_end_was_not_seen_counts_as_it_stands():
     curriculum = PrioritizedLevelReplay(3, score="one_step_td_error")
     step_rollout(curriculum, [2, 4], [0, 0, 0], [1, 0, 0], tasks=0)
-    step_rollout(curriculum, [7], [0, 0], [1, 1], tasks=1)  # the row before this rollout ended an episode
-    np.testing.assert_array_equal(curriculum.scores, [3, 7, 0])
+    step_rollout(curriculum, [7], [0, 0], [1, 0], tasks=0)  # the row before this rollout ended an episode
+    np.testing.assert_array_equal(curriculum.scores, [3, 0, 0])
+    step_rollout(curriculum, [5], [0, 0], [0, 1], tasks=1)  # no end, and yet another level
+    np.testing.assert_array_equal(curriculum.scores, [7, 5, 0])
 
 
 def test_max_score_coef():
@@ -705,6 +716,18 @@ def test_draws_by_staleness_alone(transform, temperature):
     assert rare.sum() >= 18 or chisquare(f_obs[f_exp > 0], f_exp[f_exp > 0]).pvalue > 1e-4
 
 
+def test_bound_on_staleness_is_tight_after_misses_and_holds_for_a_newly_seen_level():
+    curriculum = seen_plr(np.zeros(4), [0, 0, 0, 1], staleness_coef=1.0, staleness_temperature=1e-3, seed=0)
+    curriculum.load_state_dict(curriculum.state_dict() | {"staleness_bound": 1000.0})
+    assert curriculum.sample() == [3] and curriculum.state_dict()["staleness_bound"] == 2  # 1, and the draw's 1
+
+    curriculum = PrioritizedLevelReplay(3, staleness_coef=1.0, seed=0)
+    put(curriculum, unseen=[0, 0, 1], staleness=[1, 1, 98])
+    curriculum.load_state_dict(curriculum.state_dict() | {"staleness_bound": 1.0})
+    step_rollout(curriculum, [0], [0, 0], [1, 1], tasks=2)
+    assert frozen_draws(curriculum, 300)[2] > 280
+
+
 def test_uniform_over_two_tasks_gets_no_env_stuck():
     curriculum = PrioritizedLevelReplay(2, score="uniform", score_transform="constant", staleness_coef=0.0, seed=0)
     playing, played = curriculum.sample(4), [[] for _ in range(4)]
@@ -797,6 +820,8 @@ def test_resume_is_exact(score, transform, staleness_temperature, buffer_size):
     state = through_torch(original.state_dict())
     resumed = PrioritizedLevelReplay(30, seed=6, **options)
     resumed.load_state_dict(state)
+    for name, x in original.state_dict().items():
+        np.testing.assert_equal(resumed.state_dict()[name], x)
     draws = [
         play(curriculum, np.random.default_rng(8), list(playing), before, 60)[0] + curriculum.sample(200)
         for curriculum in (original, resumed)
@@ -820,13 +845,13 @@ def test_overwritten_arrays_rebuild_everything():
     curriculum = seen_plr([1.0, 2, 3, 4], staleness_coef=0.5, temperature=0.01, seed=0)
     curriculum.sample(20)
     state = curriculum.state_dict()
-    state["scores"][:], state["unseen"][:], state["staleness"][:] = [9, 1, 1, 1], [0, 0, 1, 1], [0, 500, 0, 7]
+    state["scores"][:], state["unseen"][:], state["staleness"][:] = [9, 1, 1, 1], [0, 0, 1, 1], [100, 500, 0, 7]
     curriculum.load_state_dict(state)
-    np.testing.assert_allclose(curriculum.sample_weights(), [0.5, 0.5, 0, 0], atol=1e-9)
+    np.testing.assert_allclose(curriculum.sample_weights(), [0.5 + 0.5 / 6, 0.5 * 5 / 6, 0, 0], rtol=1e-9)
     assert curriculum.replay_probability() == 0 and set(curriculum.sample(50)) == {2, 3}
     step_rollout(curriculum, [5, 5], [0, 0, 0], [1, 1, 1], tasks=[2, 3])
-    counts = frozen_draws(curriculum, 400)
-    assert counts[0] > 150 and counts[1] > 100  # level 1, age 550 of 600 in all, was not seen before the overwriting
+    counts = frozen_draws(curriculum, 2000)
+    assert chisquare(counts, 2000 * curriculum.sample_weights()).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("bad", [{"scores": [1.0]}, {"scores": [np.nan, 0]}, {"staleness": [-1, 0]}])
@@ -868,6 +893,18 @@ def test_buffer_fills_then_evicts_the_least_useful():
     np.testing.assert_allclose(curriculum.sample_weights(), np.array([1, 1 / 3, 1 / 2]) / (11 / 6))
     with pytest.raises(ValueError, match="outside the space"):
         step_rollout(curriculum, [1], [0, 0], [1, 1], tasks=2**31 - 1)
+
+
+def test_buffer_starts_the_score_of_a_new_level_at_0():
+    curriculum = buffered(staleness_coef=0.0, alpha=0.5)
+    for level, score in ((0, 8), (1, 6), (2, 4), (3, 4), (3, 4)):  # 3 takes the place of 2
+        step_rollout(curriculum, [score], [0, 0], [1, 1], tasks=level)
+    assert curriculum.levels.tolist() == [0, 1, 3] and curriculum.scores.tolist() == [4, 3, 3]
+    fixed = buffered(replay_schedule="fixed", replay_prob=0.4, rho=1.0)
+    for level in range(3):
+        assert fixed.replay_probability() == 0
+        step_rollout(fixed, [1], [0, 0], [1, 1], tasks=level)
+    assert fixed.replay_probability() == 0.4
 
 
 def test_buffer_weighs_staleness_in_eviction():

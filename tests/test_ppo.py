@@ -29,7 +29,7 @@ def restored_signals():
 @pytest.fixture
 def train(monkeypatch, tmp_path):
     """train(mode, make, value, T, updates): runs `ppo.train` on the environments make(n) behind the vector mode, with
-    the critic value(obs). Returns an update's record each: `valid` (T, N), gae's results, and the trained advantages."""
+    the critic value(obs). Returns a record an update: `valid` (T, N), gae's results, the trained advantages."""
 
     def run(mode, make, value, T, updates, num_envs=1, **args):
         records, valid = [], []
@@ -114,7 +114,7 @@ STRETCHES = [
 )  # fmt: skip
 def test_every_way_an_episode_ends_gives_the_same_advantages_in_every_mode(train, mode, T, stretches):
     records = train(mode, lambda n: [ChainEnv(end=end) for end in ENDS[:n]],
-                    lambda obs: torch.ldexp(torch.tensor(2.0), obs[:, 0].int()),
+                    lambda obs: torch.ldexp(torch.full((len(obs),), 2.0), obs[:, 0].int()),
                     T, len(stretches), num_envs=4, gamma=0.5, gae_lambda=0.5)  # fmt: skip
     assert len(records) == len(stretches)
     for update, (record, seen) in enumerate(zip(records, stretches)):
@@ -221,19 +221,25 @@ def test_contract_of_step(mode):
         assert final == []
 
 
+class Recorder:
+    """Keeps the last result of the environments' step. (A closure would be a reference cycle, and a later fork that
+    collects an envpool crashes: its threads are not there.)"""
+
+    def __init__(self, envs):
+        self.envs = envs
+
+    def step(self, actions):
+        self.result = self.envs.step(actions)
+        return self.result
+
+
 def test_dead_steps_of_envpool():
     envs, dead = ppo.make_envs("CartPole-v1", "envpool", seeds(4)), 0
-    step = envs.envs.step
-
-    def spy(actions):
-        spy.result = step(actions)
-        return spy.result
-
     envs.reset()
-    envs.envs = type("Envs", (), {"step": staticmethod(spy)})
+    envs.envs = Recorder(envs.envs)
     for _ in range(60):
         *_, info = envs.step(np.ones(4, np.int64))
-        _, reward, _, _, raw = spy.result
+        _, reward, _, _, raw = envs.envs.result
         np.testing.assert_array_equal(info["valid"], raw["elapsed_step"] > 0)
         np.testing.assert_array_equal(info["valid"], reward > 0)
         dead += (~info["valid"]).sum()
@@ -545,8 +551,9 @@ def test_numbers_that_json_has_no_word_for_become_null():
 
 def test_nothing_to_learn_leaves_the_weights_finite(train, tmp_path):
     """Every reward and value is 0, so all advantages and their deviation are."""
+    options = {"num_envs": 2, "num_minibatches": 2, "norm_adv": True, "norm_reward": True}
     train("sync same", lambda n: [ChainEnv(3, "terminated", lambda s: 0.0) for _ in range(n)],
-          lambda obs: torch.zeros(len(obs)), 6, 2, num_envs=2, num_minibatches=2, norm_adv=True, norm_reward=True)  # fmt: skip
+          lambda obs: torch.zeros(len(obs)), 6, 2, **options)  # fmt: skip
     (path,) = (tmp_path / "runs").rglob("*.pt")
     state = torch.load(path, weights_only=True)
     assert all(torch.isfinite(weights).all() for weights in state["agent"].values())
@@ -578,8 +585,8 @@ def test_evaluation_depends_on_its_seed_alone_and_touches_nothing(vectorization)
     norm.update(np.random.default_rng(0).normal(size=(50, 4)))
     before, states = json.dumps(norm.state_dict(), default=np.ndarray.tolist), torch.get_rng_state()
 
-    def rows(seed, **args):
-        args = ppo.Args(eval_episodes=5, eval_greedy=False, vectorization=vectorization, eval_seed=seed, **args)
+    def rows(eval_seed, **args):
+        args = ppo.Args(eval_episodes=5, eval_greedy=False, vectorization=vectorization, eval_seed=eval_seed, **args)
         return ppo.evaluate(agent, norm, args)
 
     first = rows(1)
