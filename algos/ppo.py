@@ -689,8 +689,9 @@ class RunLogger:
         if self.show:
             left = (now - self.start) / (update - self.first_update) * (self.args.num_updates - update)
             ret, test = ("-" if x is None else f"{x:.1f}" for x in (row["charts/episodic_return"], self.eval_return))
-            self.show(f"upd {update}/{self.args.num_updates} | {step / 1e6:.2f}M/{self.args.total_timesteps / 1e6:.2f}M"
-                      f" | {row['charts/SPS']:.0f} sps | ret {ret} | test {test} | eta {timedelta(seconds=int(left))}")  # fmt: skip
+            done = f"upd {update}/{self.args.num_updates} | {step / 1e6:.2f}M/{self.args.total_timesteps / 1e6:.2f}M"
+            speed = f"{row['charts/SPS']:.0f} sps | ret {ret} | test {test} | eta {timedelta(seconds=int(left))}"
+            self.show(f"{done} | {speed}")
 
     def log_eval(self, step, rows):
         """One row of eval.jsonl per evaluation episode."""

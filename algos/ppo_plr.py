@@ -903,8 +903,7 @@ class ProcgenLevels:
     ended waits for set_level; solved[i] tells whether it reached its goal. `at`: the slot worked on, for messages.
     Stock Procgen fixes its levels when it is made, so the saved state of a level's first frame is written over the
     slot. Each episode is, to the bit, the first one of a fresh game with start_level=level, num_levels=1. Procgen
-    resets inside `act`: the last frame is never seen, a time-out looks like a death. Both count as terminated, as in the
-    papers.
+    resets inside `act`: the last frame is never seen, a time-out looks like a death. Both count as terminated.
     """
 
     def __init__(self, game, num, distribution_mode="easy", cached_levels=1700):
@@ -1614,8 +1613,9 @@ class RunLogger:
         if self.show:
             left = (now - self.start) / (update - self.first_update) * (self.args.num_updates - update)
             ret, test = ("-" if x is None else f"{x:.1f}" for x in (row["charts/episodic_return"], self.eval_return))
-            self.show(f"upd {update}/{self.args.num_updates} | {step / 1e6:.2f}M/{self.args.total_timesteps / 1e6:.2f}M"
-                      f" | {row['charts/SPS']:.0f} sps | ret {ret} | test {test} | eta {timedelta(seconds=int(left))}")  # fmt: skip
+            done = f"upd {update}/{self.args.num_updates} | {step / 1e6:.2f}M/{self.args.total_timesteps / 1e6:.2f}M"
+            speed = f"{row['charts/SPS']:.0f} sps | ret {ret} | test {test} | eta {timedelta(seconds=int(left))}"
+            self.show(f"{done} | {speed}")
 
     def log_eval(self, step, rows):
         """One row of eval.jsonl per evaluation episode."""
