@@ -135,7 +135,6 @@ class Args:
     def __post_init__(self):
         check_args(self)
         env_spec(self.env_id)
-        make_curriculum(self, seed=0)
         at_least = {
             "num_levels": 1,
             "start_level": 0,
@@ -154,6 +153,7 @@ class Args:
             raise ValueError(f"--num-workers {self.num_workers} for --num-envs {self.num_envs}: at most one a worker")
         if not 0 <= self.reward_gamma < 1:
             raise ValueError(f"--reward-gamma {self.reward_gamma}: it must be at least 0 and below 1")
+        make_curriculum(self, seed=0)  # checks its own arguments
 
 
 # Copied from algos/ppo.py:check_args

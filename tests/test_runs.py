@@ -1,0 +1,784 @@
+"""Runs on disk: what they leave, how they stop and go on, and what they say when something is wrong."""
+
+import contextlib
+import gc
+import json
+import math
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from algos import ppo, ppo_plr
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests"), "WANDB_MODE": "offline"}
+TINY = {
+    ppo: "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2 --eval-interval 0 --eval-episodes 2 "
+    "--total-timesteps 128 --checkpoint-interval 2 --progress none",
+    ppo_plr: "--env-id bigfish --network nature --num-envs 4 --num-steps 32 --num-minibatches 2 --num-levels 8 "
+    "--eval-interval 0 --eval-episodes 2 --final-eval-episodes 2 --torch-threads 1 --total-timesteps 256 "
+    "--checkpoint-interval 2 --progress none",
+}  # 4 updates of 32 steps, 2 of 128
+BOTH = pytest.mark.parametrize("script", [ppo, ppo_plr], ids=["ppo", "ppo_plr"])
+
+
+@pytest.fixture(autouse=True)
+def restored_signals():
+    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers):
+        signal.signal(number, handler)
+
+
+class Run:
+    """The only run below a folder."""
+
+    def __init__(self, folder):
+        (config,) = folder.rglob("config.json")
+        self.dir = config.parent
+
+    def json(self, name):
+        return json.loads((self.dir / name).read_text())
+
+    def rows(self, name="metrics.jsonl"):
+        return [json.loads(line) for line in (self.dir / name).read_text().splitlines()]
+
+    def repeatable(self):
+        """The rows without their times."""
+        times = {"wall_s", "charts/SPS"}
+        return [{k: v for k, v in row.items() if k not in times and not re.fullmatch("perf/.*_s", k)}
+                for row in self.rows()]  # fmt: skip
+
+    def checkpoints(self):
+        return sorted((self.dir / "checkpoints").glob("*.pt"))
+
+    def state(self):
+        """The newest checkpoint's state without its times."""
+        state = torch.load(self.checkpoints()[-1], weights_only=True)
+        del state["wall_s"]
+        state["row"] = {k: v for k, v in state["row"].items() if not re.fullmatch("perf/.*_s", k)}
+        return state
+
+    def scalars(self):
+        """{tag: [(step, value)]} of all TensorBoard files."""
+        events = EventAccumulator(str(self.dir / "tb")).Reload()
+        return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def assert_same(a, b, path=""):
+    """Equal to the bit."""
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, list):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{path}/{i}")
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), path
+    else:
+        assert a == b or a != a and b != b, path
+
+
+def parse(script, *arguments):
+    return tyro.cli(script.Args, args=[word for argument in arguments for word in argument.split()])
+
+
+def train(script, folder, *arguments):
+    """Trains in this process (a new one costs seconds) with the tiny settings; returns the Run."""
+    try:
+        script.train(parse(script, TINY[script], f"--run-dir {folder}", *arguments))
+    finally:
+        gc.collect()  # environments that hang in a reference cycle
+    return Run(folder)
+
+
+def refusal(script, folder, *arguments):
+    """The one line with which a run ends."""
+    with pytest.raises(script.RunError) as caught:
+        train(script, folder, *arguments)
+    message = caught.value.code
+    assert message.startswith("error: ") and "\n" not in message
+    del caught
+    gc.collect()  # the lock that the traceback holds
+    return message
+
+
+def command(script, folder, *arguments):
+    words = [word for argument in (TINY[script], f"--run-dir {folder}", *arguments) for word in argument.split()]
+    return [sys.executable, script.__file__, *words]
+
+
+def start(script, folder, *arguments, step_s=0.0, **options):
+    """The script in a process group of its own."""
+    environment = ENVIRONMENT | {"PROBE_STEP_S": str(step_s)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(
+        command(script, folder, *arguments), env=environment, start_new_session=True, **pipes, **options
+    )
+
+
+class Ended:
+    """Waits for the end of a process; `seconds` from now till then."""
+
+    def __init__(self, process, limit=120):
+        begun = time.monotonic()
+        try:
+            self.out, self.err = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"still running after {limit} s: {process.communicate()}")
+        self.rc, self.seconds = process.returncode, time.monotonic() - begun
+        self.tracebacks = self.err.count("Traceback")
+        self.left = members(process.pid)
+
+    def __repr__(self):
+        return f"rc {self.rc} after {self.seconds:.1f} s, left {self.left}\n{self.out}\n{self.err}"
+
+
+def members(group):
+    """The pids of a process group, zombies apart."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def wait_for_rows(process, folder, count):
+    """Returns when `count` updates are logged, while the run goes on."""
+    for _ in range(12_000):
+        if sum(path.read_text().count("\n") for path in folder.rglob("metrics.jsonl")) >= count:
+            assert process.poll() is None, Ended(process)
+            return
+        assert process.poll() is None, Ended(process)
+        time.sleep(0.01)
+    raise AssertionError(f"no {count} rows within two minutes")
+
+
+# ---- One run of ppo.py: stopped in all ways, and the same run undisturbed ----
+
+CHAIN = "--env-id probe_envs:SlowCartPole-v0 --total-timesteps 640 --eval-interval 6 --norm-obs --norm-reward"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return train(ppo, tmp_path_factory.mktemp("straight"), CHAIN)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The same 20 updates: SIGTERM after 3, SIGINT after 7, kill -9 after 11, a damaged checkpoint, then to the end."""
+    folder, ends = tmp_path_factory.mktemp("stopped"), {}
+    process = start(ppo, folder, CHAIN, step_s=0.02)
+    wait_for_rows(process, folder, 3)
+    ends["pid"], ends["second"] = process.pid, Ended(start(ppo, folder, CHAIN))
+    process.send_signal(signal.SIGTERM)
+    ends["sigterm"] = Ended(process)
+    ends["status after sigterm"] = Run(folder).json("status.json")
+    for name, number, rows in (("sigint", signal.SIGINT, 7), ("sigkill", signal.SIGKILL, 11)):
+        process = start(ppo, folder, CHAIN, step_s=0.02)
+        wait_for_rows(process, folder, rows)
+        process.send_signal(number)
+        ends[name] = Ended(process)
+        ends[f"rows after {name}"] = len(Run(folder).rows())
+    damaged = Run(folder).checkpoints()[-1]
+    os.truncate(damaged, 100)
+    ends["damaged"], ends["last"] = damaged, Ended(start(ppo, folder, CHAIN))
+    ends["again"] = Ended(start(ppo, folder, CHAIN))
+    ends["eval only"] = Ended(start(ppo, folder, CHAIN, "--eval-only"))
+    return Run(folder), ends
+
+
+def test_a_run_that_was_stopped_in_all_ways_equals_one_that_was_not(straight, stopped):
+    run, ends = stopped
+    assert ends["last"].rc == 0, ends["last"]
+    assert len(run.rows()) == 20
+    assert run.repeatable() == straight.repeatable()
+    assert_same(run.state(), straight.state())
+    results = [{k: v for k, v in r.json("result.json").items() if k != "wall_s"} for r in (run, straight)]
+    assert results[0] == results[1] and results[0]["global_step"] == 640
+
+
+def test_steps_are_logged_once_and_in_order(stopped):
+    run, _ = stopped
+    assert [row["global_step"] for row in run.rows()] == list(range(32, 641, 32))
+    walls = [row["wall_s"] for row in run.rows()]
+    assert walls == sorted(walls), "wall_s counts the work before a resume"
+    evals = [row["global_step"] for row in run.rows("eval.jsonl")]
+    assert evals == [step for step in (192, 384, 576, 640, 640) for _ in range(2)], "the last two: --eval-only"
+    frame = pandas.read_json(run.dir / "metrics.jsonl", lines=True)
+    assert len(frame) == 20 and frame["charts/update"].tolist() == list(range(1, 21))
+    assert {step for step, _ in run.scalars()["charts/learning_rate"]} == set(range(32, 641, 32))
+
+
+def test_sigterm_finishes_the_update_and_exits_75(stopped):
+    end = stopped[1]["sigterm"]
+    assert (end.rc, end.left, end.tracebacks, end.out) == (75, [], 0, "")
+    assert "SIGTERM" in end.err and end.err.count("\n") == 1
+    assert stopped[1]["status after sigterm"]["state"] == "interrupted"
+
+
+def test_sigint_exits_130_soon(stopped):
+    end = stopped[1]["sigint"]
+    assert (end.rc, end.left) == (130, []) and end.tracebacks <= 1
+    assert end.seconds < 15
+    assert "interrupted: the same command goes on from" in end.err
+
+
+def test_kill_loses_at_most_the_updates_since_a_checkpoint(stopped):
+    run, ends = stopped
+    assert ends["sigkill"].rc == -signal.SIGKILL
+    assert ends["rows after sigkill"] >= 11 > ends["rows after sigint"] - 1 >= 6
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(stopped):
+    end = stopped[1]["last"]
+    assert f"warning: {stopped[1]['damaged']} cannot be read" in end.err
+    assert end.err.count("\n") == 1
+
+
+def test_a_second_run_in_the_same_folder_is_refused(stopped):
+    end = stopped[1]["second"]
+    assert end.rc == 1 and end.err.count("\n") == 1 and end.seconds < 60
+    assert f"is in use by pid {stopped[1]['pid']} on {os.uname().nodename}" in end.err
+
+
+def test_a_finished_run_prints_its_result(stopped):
+    run, ends = stopped
+    assert ends["again"].rc == 0 and ends["again"].err == ""
+    assert json.loads(ends["again"].out.splitlines()[-1]) == run.json("result.json")
+    assert str(run.dir) in ends["again"].out
+
+
+def test_a_new_process_evaluates_the_checkpoint_alike(stopped):
+    """With the observation statistics of the training."""
+    run, ends = stopped
+    assert ends["eval only"].rc == 0, ends["eval only"]
+    found = json.loads(ends["eval only"].out)
+    assert found == {k: v for k, v in run.json("result.json").items() if k.startswith("eval/")}
+    rows = run.rows("eval.jsonl")
+    assert rows[-2:] == rows[-4:-2]
+
+
+def test_the_documented_files_and_tags(straight):
+    names = {path.name for path in straight.dir.iterdir()} - {"lock"}
+    assert names == {
+        "config.json",
+        "code.py",
+        "status.json",
+        "metrics.jsonl",
+        "eval.jsonl",
+        "tb",
+        "checkpoints",
+        "result.json",
+    }
+    config = straight.json("config.json")
+    assert config["args"]["env_id"] == "probe_envs:SlowCartPole-v0" and config["args"]["seed"] == 1
+    assert {"argv", "script_sha256", "git_commit", "git_dirty", "host", "torch", "gymnasium", "numpy"} <= config.keys()
+    assert (straight.dir / "code.py").read_bytes() == Path(ppo.__file__).read_bytes()
+    status = straight.json("status.json")
+    assert (status["state"], status["step"], status["pid"]) == ("finished", 640, os.getpid())
+    assert abs(status["heartbeat"] - time.time()) < 1000
+    assert [path.name for path in straight.checkpoints()] == ["000000000576.pt", "000000000640.pt"], "the newest two"
+    always = {
+        f"charts/{name}"
+        for name in ("episodic_return", "episodic_length", "episodes", "SPS", "learning_rate", "update")
+    }
+    losses = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance", "grad_norm")
+    always |= {f"losses/{name}" for name in losses} | {"perf/collect_s", "perf/update_s", "perf/dead_steps"}
+    evaluation = {"eval/return_mean", "eval/return_std", "eval/length_mean", "perf/eval_s"}
+    for row in straight.rows():
+        assert always | {"global_step", "wall_s"} <= row.keys()
+        assert evaluation <= row.keys() if row["charts/update"] in (6, 12, 18, 20) else not evaluation & row.keys()
+    scalars = straight.scalars()
+    assert scalars.keys() == always | evaluation | {"losses/gradient_steps"}
+    assert scalars["losses/entropy"] == [
+        (r["global_step"], pytest.approx(r["losses/entropy"])) for r in straight.rows()
+    ]
+
+
+def test_metrics_say_what_happened(straight):
+    rows = straight.rows()
+    episodes = [row for row in rows if row["charts/episodic_return"] is not None]
+    assert rows[-1]["charts/episodes"] >= len(episodes) > 3
+    assert all(row["charts/episodic_return"] == row["charts/episodic_length"] > 7 for row in episodes), (
+        "raw rewards of 1"
+    )
+    rates = [row["charts/learning_rate"] for row in rows]
+    np.testing.assert_allclose(rates, 1e-3 * (1 - np.arange(20) / 20), rtol=1e-12)
+    assert all(row["losses/gradient_steps"] == 4 for row in rows)
+    for row in straight.rows("eval.jsonl"):
+        assert row["return"] == row["length"] > 7 and row["split"] == "eval"
+
+
+# ---- Signals and workers ----
+
+
+def test_ctrl_c_and_termination_of_a_group_with_16_environment_processes(tmp_path):
+    """A terminal and a cluster signal all processes of a group: the workers must leave the answer to the run."""
+    arguments = CHAIN, "--vectorization async --num-envs 16 --total-timesteps 12800"
+    for number, rc, rows in ((signal.SIGTERM, 75, 2), (signal.SIGINT, 130, 5)):
+        process = start(ppo, tmp_path, *arguments, step_s=0.01)
+        wait_for_rows(process, tmp_path, rows)
+        os.killpg(process.pid, number)
+        end = Ended(process)
+        assert (end.rc, end.left) == (rc, []) and end.tracebacks <= 1 and end.seconds < 15, end
+        assert Run(tmp_path).checkpoints()
+
+
+def test_workers_of_ppo_plr(tmp_path):
+    """Signals to the group, a killed worker and a killed learner; then the same numbers as without workers."""
+    long, folder = "--total-timesteps 2560", tmp_path / "workers"
+    for kind, rows in (("sigterm", 2), ("sigint", 5), ("worker", 8), ("learner", 11)):
+        process = start(ppo_plr, folder, long, "--num-workers 2")
+        wait_for_rows(process, folder, rows)
+        if kind in ("sigterm", "sigint"):
+            os.killpg(process.pid, getattr(signal, kind.upper()))
+        elif kind == "learner":
+            process.kill()
+            for _ in range(100):  # its workers notice by themselves
+                if not members(process.pid):
+                    break
+                time.sleep(0.1)
+        else:
+            workers = [
+                pid for pid in members(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ]
+            assert len(workers) == 2
+            os.kill(workers[1], signal.SIGKILL)
+        end = Ended(process)
+        rc = {"sigterm": 75, "sigint": 130, "worker": 1, "learner": -9}[kind]
+        assert (end.rc, end.left) == (rc, []) and end.tracebacks <= 1 and end.seconds < 15, (kind, end)
+        if kind == "worker":
+            assert re.search(r"environment worker 1 .*tasks \[\d, \d\].*died with exit code -9", end.err), end
+    end = Ended(start(ppo_plr, folder, long, "--num-workers 2"))
+    assert end.rc == 0, end
+    alone, run = train(ppo_plr, tmp_path / "alone", long), Run(folder)
+    assert len(run.rows()) == 20 and run.repeatable() == alone.repeatable()
+    states = [{k: v for k, v in r.state().items() if k != "config"} for r in (run, alone)]
+    assert_same(*states)
+    assert run.rows("eval.jsonl") == alone.rows("eval.jsonl")
+
+
+def test_an_environment_that_raises_in_another_process_ends_the_run(tmp_path):
+    process = start(ppo, tmp_path, "--env-id probe_envs:Faulty-raise-v0 --vectorization async --num-envs 4 --track")
+    end = Ended(process)
+    assert (end.rc, end.left) == (1, []), end
+    assert re.search(r"environment \d, step 7 of the episode with seed \d+: ValueError: boom-42", end.err)
+    assert Run(tmp_path).json("status.json")["state"] == "failed"
+
+
+def test_an_environment_that_raises_is_named(tmp_path):
+    with pytest.raises(RuntimeError, match=r"environment \d, step 7 of the episode with seed \d+: ValueError: boom-42"):
+        train(ppo, tmp_path, "--env-id probe_envs:Faulty-raise-v0")
+
+
+@pytest.mark.parametrize("what", ["observation", "reward"])
+def test_numbers_that_are_not_finite_are_named_where_they_arise(tmp_path, what):
+    message = refusal(ppo, tmp_path, f"--env-id probe_envs:Faulty-{what}-v0 --num-envs 8 --checkpoint-interval 1")
+    assert re.search(r"environment \d", message) and what in message and "nan" in message
+
+
+def test_a_learner_that_fails_leaves_no_process_and_keeps_the_checkpoint(tmp_path):
+    before = train(ppo, tmp_path / "before", "--vectorization async --env-id CartPole-v1 --total-timesteps 64")
+    assert len(before.checkpoints()) == 1
+    message = refusal(ppo, tmp_path / "after", "--vectorization async --env-id CartPole-v1 --learning-rate 1e30")
+    assert re.search(r"error: \w+ is not finite", message) and "--learning-rate" in message
+    assert multiprocessing.active_children() == []
+    run = Run(tmp_path / "after")
+    assert run.json("status.json")["state"] == "failed"
+    for path in run.checkpoints():
+        assert all(torch.isfinite(w).all() for w in torch.load(path, weights_only=True)["agent"].values())
+
+
+def test_spawned_workers(tmp_path):
+    """The start method of macOS and Windows."""
+    code = "import multiprocessing, runpy, sys; multiprocessing.set_start_method('spawn'); "
+    code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    arguments = command(ppo, tmp_path, "--env-id CartPole-v1 --vectorization async --total-timesteps 64")[1:]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=ENVIRONMENT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(Run(tmp_path).rows()) == 2
+
+
+# ---- Determinism ----
+
+
+@BOTH
+def test_seeds(script, tmp_path):
+    runs = [train(script, tmp_path / name, f"--seed {seed}") for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    assert runs[0].repeatable() == runs[1].repeatable()
+    assert_same(runs[0].state(), runs[1].state())
+    assert runs[0].rows("eval.jsonl") == runs[1].rows("eval.jsonl")
+    first, other = runs[0].repeatable()[0], runs[2].repeatable()[0]
+    assert first["losses/policy_loss"] != other["losses/policy_loss"]
+
+
+@BOTH
+def test_evaluation_leaves_training_as_it_is(script, tmp_path):
+    flags = "--norm-obs" if script is ppo else ""
+    often = train(script, tmp_path / "often", "--eval-interval 1", flags)
+    rarely = train(script, tmp_path / "rarely", flags)
+    training = [[{k: v for k, v in row.items() if not k.startswith("eval")} for row in run.repeatable()]
+                for run in (often, rarely)]  # fmt: skip
+    assert training[0] == training[1]
+    assert all("eval/return_mean" in row for row in often.rows())
+    states = [{k: v for k, v in run.state().items() if k not in ("config", "row")} for run in (often, rarely)]
+    assert_same(*states)
+
+
+def test_the_horizon_matters_only_to_annealing(tmp_path):
+    def rows(steps, flag):
+        return train(ppo, tmp_path / f"{steps}{flag}", f"--total-timesteps {steps} {flag}").repeatable()
+
+    short, long = rows(128, "--no-anneal-lr"), rows(160, "--no-anneal-lr")
+    strip = [{k: v for k, v in row.items() if not k.startswith("eval")} for row in short]
+    assert strip == long[:4]
+    assert {row["charts/learning_rate"] for row in long} == {1e-3}
+    annealed = rows(150, "--anneal-lr")
+    np.testing.assert_allclose([row["charts/learning_rate"] for row in annealed], 1e-3 * (1 - np.arange(5) / 5))
+    assert annealed[-1]["global_step"] == 160, "rounded up to whole updates"
+
+
+# ---- Resuming ----
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Four updates with a checkpoint each."""
+    return train(ppo, tmp_path_factory.mktemp("finished"), "--checkpoint-interval 1 --keep-checkpoints 9")
+
+
+@pytest.fixture
+def half(finished, tmp_path):
+    """A copy of the finished run as it was after two updates and a kill; and the arguments that go on with it."""
+    copy = tmp_path / finished.dir.relative_to(finished.dir.parents[2])
+    copy.mkdir(parents=True)
+    subprocess.run(["cp", "-r", f"{finished.dir}/.", copy], check=True)
+    for path in copy.glob("checkpoints/*.pt"):
+        if int(path.stem) > 64:
+            path.unlink()
+    (copy / "result.json").unlink()
+    return Run(tmp_path), (ppo, tmp_path, "--checkpoint-interval 1 --keep-checkpoints 9")
+
+
+def edit(path, **changes):
+    state = torch.load(path, weights_only=True)
+    state |= {k: v for k, v in changes.items() if k != "config"}
+    state["config"] |= changes.get("config", {})
+    torch.save(state, path)
+
+
+def test_rows_after_the_checkpoint_are_dropped_once(half, finished):
+    run, arguments = half
+    with open(run.dir / "metrics.jsonl", "a") as file:
+        file.write('{"global_step": 160, "charts/upd')  # the line that the kill cut off
+    train(*arguments)
+    assert run.repeatable() == finished.repeatable()
+    assert_same(run.state(), finished.state())
+
+
+def test_a_lost_metrics_file_does_not_stop_a_resume(half):
+    run, arguments = half
+    (run.dir / "metrics.jsonl").unlink()
+    train(*arguments)
+    assert [row["global_step"] for row in run.rows()] == [96, 128]
+
+
+def test_resume_never_refuses_and_keeps_what_is_there(half):
+    run, arguments = half
+    before = (run.dir / "metrics.jsonl").read_bytes()
+    message = refusal(*arguments, "--resume never")
+    assert str(run.dir) in message and "--run-dir" in message
+    assert (run.dir / "metrics.jsonl").read_bytes() == before and len(run.checkpoints()) == 2
+
+
+def test_resume_must(half, finished, tmp_path):
+    run, arguments = half
+    train(*arguments, "--resume must")
+    assert run.repeatable() == finished.repeatable()
+    for flag in ("--resume must", "--eval-only"):
+        assert "holds no checkpoint to go on from" in refusal(ppo, tmp_path / "empty", flag)
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(half):
+    run, arguments = half
+    edit(run.checkpoints()[-1], config={"gamma": 0.5, "num_steps": 7})
+    message = refusal(*arguments)
+    assert "another configuration: gamma 0.5 (now 0.99), num_steps 7 (now 16)" in message and "--run-dir" in message
+
+
+def test_all_checkpoints_damaged(half, capsys):
+    run, arguments = half
+    for path in run.checkpoints():
+        os.truncate(path, 100)
+    assert "no checkpoint" in refusal(*arguments) and len(run.checkpoints()) == 2
+    assert capsys.readouterr().err.count("cannot be read") == 2
+
+
+def test_a_changed_script_is_told(half, capsys):
+    run, arguments = half
+    edit(run.checkpoints()[-1], code_sha="0123456789")
+    train(*arguments)
+    assert "the script changed since the checkpoint (sha 01234567" in capsys.readouterr().err
+
+
+def test_step_counter_beyond_two_billion(half):
+    run, arguments = half
+    for path in run.checkpoints()[:-1]:
+        path.unlink()
+    edit(run.checkpoints()[-1], global_step=2**31 - 40)
+    (run.dir / "metrics.jsonl").unlink()
+    for path in run.dir.glob("tb/*"):
+        path.unlink()
+    train(*arguments)
+    steps = [2**31 - 8, 2**31 + 24]
+    assert [row["global_step"] for row in run.rows()] == steps
+    assert [step for step, _ in run.scalars()["charts/update"]] == steps
+    assert run.checkpoints()[-1].name == f"{2**31 + 24:012d}.pt"
+    assert run.json("result.json")["global_step"] == run.state()["global_step"] == 2**31 + 24
+
+
+def test_envpool_starts_new_episodes_and_says_so(tmp_path, capsys):
+    flags = "--vectorization envpool --checkpoint-interval 2"
+    run = train(ppo, tmp_path, flags)
+    run.checkpoints()[-1].unlink()
+    (run.dir / "result.json").unlink()
+    capsys.readouterr()
+    train(ppo, tmp_path, flags)
+    assert "envpool cannot restore its episodes" in capsys.readouterr().err
+    rows = run.rows()
+    assert [row["charts/update"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["global_step"] == 128 - rows[-1]["perf/dead_steps"]
+
+
+# ---- The disk ----
+
+
+def test_a_run_dir_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    message = refusal(ppo, tmp_path / "file" / "runs")
+    assert f"--run-dir {tmp_path}/file/runs cannot be written" in message
+
+
+@contextlib.contextmanager
+def small_disk(folder, size):
+    """A file system of `size` bytes; without the right to mount one, a limit on each file stands in for it."""
+    folder.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], stderr=subprocess.PIPE
+    ).returncode:
+        yield {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size // 4, size // 4))}
+    else:
+        try:
+            yield {}
+        finally:
+            subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk(tmp_path):
+    """The third checkpoint does not fit: the two before stay as they are."""
+    with small_disk(tmp_path / "disk", 480_000) as options:
+        end = Ended(start(ppo, tmp_path / "disk", "--checkpoint-interval 1 --keep-checkpoints 9", **options))
+        assert end.rc == 1 and end.tracebacks == 0 and end.err.count("\n") == 1, end
+        assert re.search(r"error: cannot write \S+\.pt: .*(No space left|File too large)", end.err), end
+        left = Run(tmp_path / "disk").checkpoints()
+        assert options or left, "the disk was full from the start"
+        for path in left:
+            assert torch.load(path, weights_only=True)["global_step"] == int(path.stem)
+        assert not list((tmp_path / "disk").rglob("*.tmp"))
+
+
+# ---- The command line ----
+
+
+def shown(capsys, script, *arguments):
+    """What a wrong command line prints, on one line, without the box around it."""
+    with pytest.raises(SystemExit) as caught:
+        parse(script, *arguments)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err + printed.out
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", printed.err + printed.out).split())
+
+
+WRONG = [
+    (ppo, "--total-timesteps 100 --num-envs 8 --num-steps 128", "num_envs 8 x num_steps 128 = 1024"),
+    (ppo, "--num-envs 1 --num-steps 32 --num-minibatches 64", "does not divide num_envs 1 x num_steps 32 = 32: try 32"),
+    (ppo, "--num-envs 2 --num-steps 9 --num-minibatches 4", "does not divide num_envs 2 x num_steps 9 = 18: try 3"),
+    (ppo, "--num-envs 1 --num-steps 1 --num-minibatches 1 --total-timesteps 20", "1 sample a minibatch of num_envs 1 x"),
+    (ppo, "--num-envs 0", "--num-envs 0: it must be a number at least 1"),
+    (ppo, "--num-minibatches 0", "--num-minibatches 0: it must be a number at least 1"),
+    (ppo, "--gamma 1.5", "--gamma 1.5: it must be a number between 0 and 1"),
+    (ppo, "--learning-rate nan", "--learning-rate nan: it must be"),
+    (ppo, "--learning-rate inf", "--learning-rate inf: it must be"),
+    (ppo, "--seed -1", "--seed -1: it must be"),
+    (ppo, "--env-id CartPol-v1", "CartPole-v1"),
+    (ppo, "--env-id CartPole-v7", "CartPole-v1"),
+    (ppo, "--env-id no_such_module:X-v0", "No module named 'no_such_module'"),
+    (ppo, "--env-id probe_envs:NoSuchThing-v0", "--env-id probe_envs:NoSuchThing-v0"),
+    (ppo, "--env-id CartPole-v7 --vectorization envpool", "CartPole-v1"),
+    (ppo, "--lerning-rate 1", "--learning-rate"),
+    (ppo, "--vectorization threads", "sync"),
+    (ppo_plr, "--env-id bigfihs", "bigfish"),
+    (ppo_plr, "--env-id MiniGrid-Empty-5x5", "MiniGrid-Empty-5x5-v0"),
+    (ppo_plr, "--num-envs 64 --num-workers 65", "--num-workers 65 for --num-envs 64"),
+    (ppo_plr, "--plr-score valuel1", "value_l1"),
+    (ppo_plr, "--plr-temperature 0", "temperature"),
+    (ppo_plr, "--num-levels 0", "--num-levels 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("script,arguments,expected", WRONG, ids=[case[1].replace("--", "") for case in WRONG])
+def test_wrong_arguments_are_told_with_what_to_type(capsys, script, arguments, expected):
+    assert expected in shown(capsys, script, arguments)
+
+
+def test_flags(capsys):
+    assert parse(ppo).anneal_lr and not parse(ppo, "--no-anneal-lr").anneal_lr and parse(ppo, "--track").track
+    assert "Unrecognized options: False" in shown(capsys, ppo, "--anneal-lr False")
+    with pytest.raises(SystemExit):
+        parse(ppo, "--help")
+    assert "--anneal-lr, --no-anneal-lr" in capsys.readouterr().out, "the help shows the right form"
+    assert not parse(ppo, "--eval-greedy --no-eval-greedy").eval_greedy, "the last one counts"
+    assert parse(ppo, "--target-kl 0.1").target_kl == 0.1 and parse(ppo, "--target-kl None").target_kl is None
+
+
+def test_a_wrong_command_line_ends_the_program(tmp_path):
+    end = Ended(start(ppo, tmp_path, "--num-minibatches 3"))
+    assert end.rc == 2 and end.tracebacks == 0 and "does not divide" in end.err
+    assert not list(tmp_path.iterdir())
+
+
+@BOTH
+def test_the_saved_config_is_what_ran(script, tmp_path):
+    saved = train(script, tmp_path).json("config.json")["args"]
+    given = {word[2:].replace("-", "_") for word in TINY[script].split() if word.startswith("--")} | {"run_dir"}
+    defaults = {k: str(v) if isinstance(v, Path) else v for k, v in vars(script.Args()).items()}
+    derived = {"batch_size", "num_updates"}
+    assert {k: v for k, v in saved.items() if k not in given | derived} == {
+        k: v for k, v in defaults.items() if k not in given | derived
+    }
+    assert saved == {k: str(v) if isinstance(v, Path) else v
+                     for k, v in vars(parse(script, TINY[script], f"--run-dir {tmp_path}")).items()}  # fmt: skip
+
+
+def test_folder_names(tmp_path):
+    """One level, no character that a file system may refuse; arguments that change the numbers change the name."""
+
+    def name(*arguments, **options):
+        return ppo.RunLogger(ppo.Args(*arguments, run_dir=tmp_path, **options)).dir.relative_to(tmp_path)
+
+    base = name()
+    assert re.fullmatch(r"ppo/CartPole-v1/seed1-[0-9a-f]{8}", str(base))
+    odd = name(env_id="probe_envs:Chain-v0", exp_name='a/b:c"?*<>|')
+    assert len(odd.parts) == 3 and re.fullmatch(r"[\w.-]+", odd.parts[0]) and odd.parts[1] == "probe_envs-Chain-v0"
+    gc.collect()
+    others = [name(gamma=0.9), name(seed=2), name(num_envs=8), name(env_id="CartPole-v0"), name(exp_name="other")]
+    assert len({base, odd, *others}) == 7
+    gc.collect()
+    same = [name(track=True), name(progress="none"), name(keep_checkpoints=5), name(eval_only=True)]
+    gc.collect()
+    assert set(same) == {base}
+
+
+# ---- Algorithm settings, through the whole program ----
+
+
+@BOTH
+def test_target_kl_ends_the_update_and_the_count_is_true(script, tmp_path, monkeypatch):
+    steps, step = [], torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda *args, **kwargs: steps.append(1) or step(*args, **kwargs))
+    run = train(script, tmp_path / "stop", "--target-kl 1e-9 --update-epochs 10 --num-minibatches 4")
+    counts = [row["losses/gradient_steps"] for row in run.rows()]
+    assert sum(counts) == len(steps) and max(counts) <= 2
+    steps.clear()
+    run = train(script, tmp_path / "all", "--update-epochs 3 --num-minibatches 4")
+    assert [row["losses/gradient_steps"] for row in run.rows()] == [12] * len(run.rows())
+    assert len(steps) == 12 * len(run.rows())
+
+
+@pytest.mark.parametrize("script,flags", [
+    (ppo, "--num-envs 1 --total-timesteps 32"),
+    (ppo, "--num-envs 1 --total-timesteps 32 --env-id Pendulum-v1 --norm-obs --norm-reward --clip-vloss"),
+    (ppo, "--num-envs 1 --total-timesteps 32 --vectorization envpool"),
+    (ppo, "--num-envs 1 --num-steps 2 --num-minibatches 2 --no-norm-adv --total-timesteps 4"),
+    (ppo_plr, "--num-envs 1 --total-timesteps 64"),
+])  # fmt: skip
+def test_one_environment(script, flags, tmp_path):
+    run = train(script, tmp_path, flags)
+    assert len(run.rows()) == 2
+    assert all(torch.isfinite(weights).all() for weights in run.state()["agent"].values())
+
+
+def test_episodes_are_counted(tmp_path):
+    """Chains of 3 steps: 2 environments in 4 updates of 16 steps end 2 * (64 // 3) of them, each worth 7."""
+    run = train(ppo, tmp_path, "--env-id probe_envs:Chain-v0")
+    rows = run.rows()
+    assert [row["charts/episodes"] for row in rows] == [2 * (16 * n // 3) for n in (1, 2, 3, 4)]
+    assert all(row["charts/episodic_return"] == 7 and row["charts/episodic_length"] == 3 for row in rows)
+    assert run.json("result.json")["eval/return_mean"] == 7
+
+
+def test_metrics_stay_json_when_a_number_is_undefined(tmp_path):
+    run = train(ppo, tmp_path, "--env-id probe_envs:Chain-v0 --num-steps 2")
+    assert run.rows()[0]["charts/episodic_return"] is None
+    assert "NaN" not in (run.dir / "metrics.jsonl").read_text()
+
+
+def test_plr_tags(tmp_path):
+    run = train(ppo_plr, tmp_path, "--eval-interval 1")
+    for row in run.rows():
+        assert {"curriculum/levels_seen", "curriculum/replay_prob", "curriculum/score_mean", "perf/env_s", "perf/update_s",
+                "eval/return_mean", "eval_train/return_mean", "eval/generalization_gap"} <= row.keys()  # fmt: skip
+        gap = row["eval_train/return_mean"] - row["eval/return_mean"]
+        assert row["eval/generalization_gap"] == pytest.approx(gap)
+        assert all(value is None or math.isfinite(value) for value in row.values())
+    evals = run.rows("eval.jsonl")
+    assert [row["split"] for row in evals] == (["eval"] * 2 + ["eval_train"] * 2) * 2
+    assert all(0 <= row["level"] < 8 if row["split"] == "eval_train" else row["level"] >= 8 for row in evals)
+
+
+# ---- Weights & Biases and videos ----
+
+
+def test_tracking_offline_and_a_video(tmp_path):
+    arguments = CHAIN, "--track --capture-video"
+    process = start(ppo, tmp_path, *arguments, step_s=0.02)
+    wait_for_rows(process, tmp_path, 3)
+    process.send_signal(signal.SIGTERM)
+    end = Ended(process)
+    assert (end.rc, end.left) == (75, []), end
+    end = Ended(start(ppo, tmp_path, *arguments))
+    assert (end.rc, end.left) == (0, []), end
+    run = Run(tmp_path)
+    assert len(run.rows()) == 20
+    logs = sorted(run.dir.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(logs) == 2 and len({path.name for path in logs}) == 1, "the same id"
+    for path in logs:
+        assert b"charts/learning_rate" in path.read_bytes()
+    import imageio.v3
+
+    (video,) = (run.dir / "videos").glob("*.mp4")
+    frames = imageio.v3.imread(video)
+    assert len(frames) == run.rows("eval.jsonl")[-2]["length"] + 1
+    assert frames.shape[1:] == (400, 600, 3) and frames.std() > 1
