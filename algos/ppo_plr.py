@@ -1079,7 +1079,8 @@ def env_worker(conn, memory, dtype, rows, *args):
     except EOFError:  # the parent closed the pipe
         envs.close()
     except Exception:
-        conn.send((None, traceback.format_exc()))
+        with suppress(OSError):  # the parent died
+            conn.send((None, traceback.format_exc()))
 
 
 class WorkerEnvs(LevelEnvs):
@@ -1230,11 +1231,14 @@ def layer_init(layer, std=math.sqrt(2)):
     return layer
 
 
+relu = partial(nn.ReLU, inplace=True)  # behind a convolution or a linear layer, which need not keep their output
+
+
 class ResidualBlock(nn.Module):
     def __init__(self, channels):
         super().__init__()
-        self.convs = nn.Sequential(nn.ReLU(), layer_init(nn.Conv2d(channels, channels, 3, padding=1)),
-                                   nn.ReLU(), layer_init(nn.Conv2d(channels, channels, 3, padding=1)))  # fmt: skip
+        self.convs = nn.Sequential(nn.ReLU(), layer_init(nn.Conv2d(channels, channels, 3, padding=1)), relu(),
+                                   layer_init(nn.Conv2d(channels, channels, 3, padding=1)))  # fmt: skip
 
     def forward(self, x):
         return x + self.convs(x)
@@ -1250,11 +1254,11 @@ class Agent(nn.Module):
         height, width, channels = obs_shape
         self.scale = 255 if height >= 36 else 10  # MiniGrid's cells hold small numbers
         if height < 36:
-            layers = [layer_init(nn.Conv2d(channels, 16, 2)), nn.ReLU(), layer_init(nn.Conv2d(16, 32, 2)), nn.ReLU(),
-                      layer_init(nn.Conv2d(32, 64, 2)), nn.ReLU()]  # fmt: skip
+            layers = [layer_init(nn.Conv2d(channels, 16, 2)), relu(), layer_init(nn.Conv2d(16, 32, 2)), relu(),
+                      layer_init(nn.Conv2d(32, 64, 2)), relu()]  # fmt: skip
         elif network == "nature":
-            layers = [layer_init(nn.Conv2d(channels, 32, 8, 4)), nn.ReLU(), layer_init(nn.Conv2d(32, 64, 4, 2)),
-                      nn.ReLU(), layer_init(nn.Conv2d(64, 64, 3, 1)), nn.ReLU()]  # fmt: skip
+            layers = [layer_init(nn.Conv2d(channels, 32, 8, 4)), relu(), layer_init(nn.Conv2d(32, 64, 4, 2)),
+                      relu(), layer_init(nn.Conv2d(64, 64, 3, 1)), relu()]  # fmt: skip
         else:
             layers = []
             for before, after in ((channels, 16), (16, 32), (32, 32)):
@@ -1263,7 +1267,7 @@ class Agent(nn.Module):
             layers.append(nn.ReLU())
         layers.append(nn.Flatten())
         size = nn.Sequential(*layers)(torch.zeros(1, channels, height, width)).shape[1]
-        self.network = nn.Sequential(*layers, layer_init(nn.Linear(size, 256)), nn.ReLU())
+        self.network = nn.Sequential(*layers, layer_init(nn.Linear(size, 256)), relu())
         self.policy, self.value = layer_init(nn.Linear(256, num_actions), 0.01), layer_init(nn.Linear(256, 1), 1.0)
 
     def forward(self, obs):

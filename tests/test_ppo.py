@@ -349,6 +349,34 @@ def test_running_mean_std_oracle():
     assert running.normalize(np.array([[1e9, -1e9]])).tolist() == [[10, -10]]
 
 
+class NaNChain(ChainEnv):
+    """A chain of 3 whose observation of state `bad` is NaN."""
+
+    def __init__(self, bad):
+        super().__init__(3, "truncated")
+        self.bad = bad
+
+    def reset(self, **options):
+        obs, info = super().reset(**options)
+        return (obs * np.nan if self.bad == 0 else obs), info
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return (obs * np.nan if self.state == self.bad else obs), *rest
+
+
+@pytest.mark.parametrize("mode", VECTOR_MODES)
+@pytest.mark.parametrize("bad", [0, 1, 3], ids=["first", "middle", "last"])
+def test_an_observation_that_is_not_finite_is_named(mode, bad):
+    """The last one too, from which a truncated episode is bootstrapped."""
+    envs = vector(ppo, mode, [ChainEnv(), NaNChain(bad)])
+    with pytest.raises(ppo.RunError, match="environment 1 .*nan"):
+        envs.reset()
+        for _ in range(3):
+            envs.step(np.zeros(2, np.int64))
+    envs.close()
+
+
 @pytest.mark.parametrize("mode", VECTOR_MODES)
 def test_actions_of_a_shifted_discrete_space(mode):
     envs = vector(ppo, mode, [ShiftedChain(), ShiftedChain(), ShiftedChain()])

@@ -163,20 +163,24 @@ def members(group):
     return found
 
 
-def wait_for_rows(process, folder, count):
-    """Returns when `count` updates are logged, while the run goes on."""
+def wait_for_updates(process, folder, count=2):
+    """Returns when this process has logged `count` updates, while it goes on."""
+    steps = set()
     for _ in range(12_000):
-        if sum(path.read_text().count("\n") for path in folder.rglob("metrics.jsonl")) >= count:
-            assert process.poll() is None, Ended(process)
-            return
+        for path in folder.rglob("status.json"):
+            with contextlib.suppress(ValueError):  # caught while it was being written
+                status = json.loads(path.read_text())
+                steps |= {status["step"]} if status["pid"] == process.pid else set()
         assert process.poll() is None, Ended(process)
+        if len(steps) >= count:
+            return
         time.sleep(0.01)
-    raise AssertionError(f"no {count} rows within two minutes")
+    raise AssertionError(f"no {count} updates within two minutes: {Ended(process)}")
 
 
 # ---- One run of ppo.py: stopped in all ways, and the same run undisturbed ----
 
-CHAIN = "--env-id probe_envs:SlowCartPole-v0 --total-timesteps 640 --eval-interval 6 --norm-obs --norm-reward"
+CHAIN = "--env-id probe_envs:SlowCartPole-v0 --total-timesteps 960 --eval-interval 6 --norm-obs --norm-reward"
 
 
 @pytest.fixture(scope="module")
@@ -186,20 +190,18 @@ def straight(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """The same 20 updates: SIGTERM after 3, SIGINT after 7, kill -9 after 11, a damaged checkpoint, then to the end."""
+    """The same 30 updates: SIGTERM, SIGINT, kill -9, a damaged checkpoint on the way. Returns the run and its ends."""
     folder, ends = tmp_path_factory.mktemp("stopped"), {}
-    process = start(ppo, folder, CHAIN, step_s=0.02)
-    wait_for_rows(process, folder, 3)
-    ends["pid"], ends["second"] = process.pid, Ended(start(ppo, folder, CHAIN))
-    process.send_signal(signal.SIGTERM)
-    ends["sigterm"] = Ended(process)
-    ends["status after sigterm"] = Run(folder).json("status.json")
-    for name, number, rows in (("sigint", signal.SIGINT, 7), ("sigkill", signal.SIGKILL, 11)):
+    for name in ("sigterm", "sigint", "sigkill"):
         process = start(ppo, folder, CHAIN, step_s=0.02)
-        wait_for_rows(process, folder, rows)
-        process.send_signal(number)
+        wait_for_updates(process, folder)
+        if name == "sigterm":
+            process.send_signal(signal.SIGSTOP)  # so that it is still there however slowly the second one starts
+            ends["pid"], ends["second"] = process.pid, Ended(start(ppo, folder, CHAIN))
+            process.send_signal(signal.SIGCONT)
+        process.send_signal(getattr(signal, name.upper()))
         ends[name] = Ended(process)
-        ends[f"rows after {name}"] = len(Run(folder).rows())
+        ends[f"status after {name}"] = Run(folder).json("status.json")
     damaged = Run(folder).checkpoints()[-1]
     os.truncate(damaged, 100)
     ends["damaged"], ends["last"] = damaged, Ended(start(ppo, folder, CHAIN))
@@ -211,23 +213,23 @@ def stopped(tmp_path_factory):
 def test_a_run_that_was_stopped_in_all_ways_equals_one_that_was_not(straight, stopped):
     run, ends = stopped
     assert ends["last"].rc == 0, ends["last"]
-    assert len(run.rows()) == 20
+    assert len(run.rows()) == 30
     assert run.repeatable() == straight.repeatable()
     assert_same(run.state(), straight.state())
     results = [{k: v for k, v in r.json("result.json").items() if k != "wall_s"} for r in (run, straight)]
-    assert results[0] == results[1] and results[0]["global_step"] == 640
+    assert results[0] == results[1] and results[0]["global_step"] == 960
 
 
 def test_steps_are_logged_once_and_in_order(stopped):
     run, _ = stopped
-    assert [row["global_step"] for row in run.rows()] == list(range(32, 641, 32))
+    assert [row["global_step"] for row in run.rows()] == list(range(32, 961, 32))
     walls = [row["wall_s"] for row in run.rows()]
     assert walls == sorted(walls), "wall_s counts the work before a resume"
     evals = [row["global_step"] for row in run.rows("eval.jsonl")]
-    assert evals == [step for step in (192, 384, 576, 640, 640) for _ in range(2)], "the last two: --eval-only"
+    assert evals == [step for step in (192, 384, 576, 768, 960, 960) for _ in range(2)], "the last two: --eval-only"
     frame = pandas.read_json(run.dir / "metrics.jsonl", lines=True)
-    assert len(frame) == 20 and frame["charts/update"].tolist() == list(range(1, 21))
-    assert {step for step, _ in run.scalars()["charts/learning_rate"]} == set(range(32, 641, 32))
+    assert len(frame) == 30 and frame["charts/update"].tolist() == list(range(1, 31))
+    assert {step for step, _ in run.scalars()["charts/learning_rate"]} == set(range(32, 961, 32))
 
 
 def test_sigterm_finishes_the_update_and_exits_75(stopped):
@@ -242,12 +244,7 @@ def test_sigint_exits_130_soon(stopped):
     assert (end.rc, end.left) == (130, []) and end.tracebacks <= 1
     assert end.seconds < 15
     assert "interrupted: the same command goes on from" in end.err
-
-
-def test_kill_loses_at_most_the_updates_since_a_checkpoint(stopped):
-    run, ends = stopped
-    assert ends["sigkill"].rc == -signal.SIGKILL
-    assert ends["rows after sigkill"] >= 11 > ends["rows after sigint"] - 1 >= 6
+    assert stopped[1]["status after sigint"]["state"] == "interrupted"
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(stopped):
@@ -296,9 +293,9 @@ def test_the_documented_files_and_tags(straight):
     assert {"argv", "script_sha256", "git_commit", "git_dirty", "host", "torch", "gymnasium", "numpy"} <= config.keys()
     assert (straight.dir / "code.py").read_bytes() == Path(ppo.__file__).read_bytes()
     status = straight.json("status.json")
-    assert (status["state"], status["step"], status["pid"]) == ("finished", 640, os.getpid())
+    assert (status["state"], status["step"], status["pid"]) == ("finished", 960, os.getpid())
     assert abs(status["heartbeat"] - time.time()) < 1000
-    assert [path.name for path in straight.checkpoints()] == ["000000000576.pt", "000000000640.pt"], "the newest two"
+    assert [path.name for path in straight.checkpoints()] == ["000000000896.pt", "000000000960.pt"], "the newest two"
     always = {
         f"charts/{name}"
         for name in ("episodic_return", "episodic_length", "episodes", "SPS", "learning_rate", "update")
@@ -308,7 +305,7 @@ def test_the_documented_files_and_tags(straight):
     evaluation = {"eval/return_mean", "eval/return_std", "eval/length_mean", "perf/eval_s"}
     for row in straight.rows():
         assert always | {"global_step", "wall_s"} <= row.keys()
-        assert evaluation <= row.keys() if row["charts/update"] in (6, 12, 18, 20) else not evaluation & row.keys()
+        assert evaluation <= row.keys() if row["charts/update"] in (6, 12, 18, 24, 30) else not evaluation & row.keys()
     scalars = straight.scalars()
     assert scalars.keys() == always | evaluation | {"losses/gradient_steps"}
     assert scalars["losses/entropy"] == [
@@ -324,7 +321,7 @@ def test_metrics_say_what_happened(straight):
         "raw rewards of 1"
     )
     rates = [row["charts/learning_rate"] for row in rows]
-    np.testing.assert_allclose(rates, 1e-3 * (1 - np.arange(20) / 20), rtol=1e-12)
+    np.testing.assert_allclose(rates, 1e-3 * (1 - np.arange(30) / 30), rtol=1e-12)
     assert all(row["losses/gradient_steps"] == 4 for row in rows)
     for row in straight.rows("eval.jsonl"):
         assert row["return"] == row["length"] > 7 and row["split"] == "eval"
@@ -336,21 +333,22 @@ def test_metrics_say_what_happened(straight):
 def test_ctrl_c_and_termination_of_a_group_with_16_environment_processes(tmp_path):
     """A terminal and a cluster signal all processes of a group: the workers must leave the answer to the run."""
     arguments = CHAIN, "--vectorization async --num-envs 16 --total-timesteps 12800"
-    for number, rc, rows in ((signal.SIGTERM, 75, 2), (signal.SIGINT, 130, 5)):
+    for number, rc in ((signal.SIGTERM, 75), (signal.SIGINT, 130)):
         process = start(ppo, tmp_path, *arguments, step_s=0.01)
-        wait_for_rows(process, tmp_path, rows)
+        wait_for_updates(process, tmp_path)
         os.killpg(process.pid, number)
         end = Ended(process)
-        assert (end.rc, end.left) == (rc, []) and end.tracebacks <= 1 and end.seconds < 15, end
+        assert (end.rc, end.left) == (rc, []) and end.tracebacks <= 1, end
+        assert end.seconds < 15 or number != signal.SIGINT
         assert Run(tmp_path).checkpoints()
 
 
 def test_workers_of_ppo_plr(tmp_path):
     """Signals to the group, a killed worker and a killed learner; then the same numbers as without workers."""
-    long, folder = "--total-timesteps 2560", tmp_path / "workers"
-    for kind, rows in (("sigterm", 2), ("sigint", 5), ("worker", 8), ("learner", 11)):
+    long, folder = "--total-timesteps 3072", tmp_path / "workers"
+    for kind in ("sigterm", "sigint", "worker", "learner"):
         process = start(ppo_plr, folder, long, "--num-workers 2")
-        wait_for_rows(process, folder, rows)
+        wait_for_updates(process, folder)
         if kind in ("sigterm", "sigint"):
             os.killpg(process.pid, getattr(signal, kind.upper()))
         elif kind == "learner":
@@ -367,13 +365,14 @@ def test_workers_of_ppo_plr(tmp_path):
             os.kill(workers[1], signal.SIGKILL)
         end = Ended(process)
         rc = {"sigterm": 75, "sigint": 130, "worker": 1, "learner": -9}[kind]
-        assert (end.rc, end.left) == (rc, []) and end.tracebacks <= 1 and end.seconds < 15, (kind, end)
+        assert (end.rc, end.left) == (rc, []) and end.tracebacks <= 1, (kind, end)
+        assert end.seconds < 15 or kind == "sigterm", (kind, end)  # which finishes the update
         if kind == "worker":
             assert re.search(r"environment worker 1 .*tasks \[\d, \d\].*died with exit code -9", end.err), end
     end = Ended(start(ppo_plr, folder, long, "--num-workers 2"))
     assert end.rc == 0, end
     alone, run = train(ppo_plr, tmp_path / "alone", long), Run(folder)
-    assert len(run.rows()) == 20 and run.repeatable() == alone.repeatable()
+    assert len(run.rows()) == 24 and run.repeatable() == alone.repeatable()
     states = [{k: v for k, v in r.state().items() if k != "config"} for r in (run, alone)]
     assert_same(*states)
     assert run.rows("eval.jsonl") == alone.rows("eval.jsonl")
@@ -625,7 +624,7 @@ WRONG = [
     (ppo, "--total-timesteps 100 --num-envs 8 --num-steps 128", "num_envs 8 x num_steps 128 = 1024"),
     (ppo, "--num-envs 1 --num-steps 32 --num-minibatches 64", "does not divide num_envs 1 x num_steps 32 = 32: try 32"),
     (ppo, "--num-envs 2 --num-steps 9 --num-minibatches 4", "does not divide num_envs 2 x num_steps 9 = 18: try 3"),
-    (ppo, "--num-envs 1 --num-steps 1 --num-minibatches 1 --total-timesteps 20", "1 sample a minibatch of num_envs 1 x"),
+    (ppo, "--num-envs 1 --num-steps 1 --num-minibatches 1 --total-timesteps 20", "1 sample a minibatch of num_envs 1"),
     (ppo, "--num-envs 0", "--num-envs 0: it must be a number at least 1"),
     (ppo, "--num-minibatches 0", "--num-minibatches 0: it must be a number at least 1"),
     (ppo, "--gamma 1.5", "--gamma 1.5: it must be a number between 0 and 1"),
@@ -748,8 +747,9 @@ def test_metrics_stay_json_when_a_number_is_undefined(tmp_path):
 def test_plr_tags(tmp_path):
     run = train(ppo_plr, tmp_path, "--eval-interval 1")
     for row in run.rows():
-        assert {"curriculum/levels_seen", "curriculum/replay_prob", "curriculum/score_mean", "perf/env_s", "perf/update_s",
-                "eval/return_mean", "eval_train/return_mean", "eval/generalization_gap"} <= row.keys()  # fmt: skip
+        tags = {"curriculum/levels_seen", "curriculum/replay_prob", "curriculum/score_mean", "perf/env_s"}
+        tags |= {"perf/update_s", "eval/return_mean", "eval_train/return_mean", "eval/generalization_gap"}
+        assert tags <= row.keys()
         gap = row["eval_train/return_mean"] - row["eval/return_mean"]
         assert row["eval/generalization_gap"] == pytest.approx(gap)
         assert all(value is None or math.isfinite(value) for value in row.values())
@@ -764,14 +764,14 @@ def test_plr_tags(tmp_path):
 def test_tracking_offline_and_a_video(tmp_path):
     arguments = CHAIN, "--track --capture-video"
     process = start(ppo, tmp_path, *arguments, step_s=0.02)
-    wait_for_rows(process, tmp_path, 3)
+    wait_for_updates(process, tmp_path)
     process.send_signal(signal.SIGTERM)
     end = Ended(process)
     assert (end.rc, end.left) == (75, []), end
     end = Ended(start(ppo, tmp_path, *arguments))
     assert (end.rc, end.left) == (0, []), end
     run = Run(tmp_path)
-    assert len(run.rows()) == 20
+    assert len(run.rows()) == 30
     logs = sorted(run.dir.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(logs) == 2 and len({path.name for path in logs}) == 1, "the same id"
     for path in logs:
