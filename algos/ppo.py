@@ -14,6 +14,7 @@ Differs from the paper: truncation is not termination (the value of the true fin
 import difflib
 import fcntl
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -150,7 +151,10 @@ def check_env_id(env_id, vectorization):
         known = envpool.list_all_envs()
     else:
         try:
-            return gym.spec(env_id)
+            module, _, name = env_id.rpartition(":")
+            if module:
+                importlib.import_module(module)  # registers its ids
+            return gym.spec(name)
         except (gym.error.Error, ImportError) as error:
             known, reason = list(gym.registry), str(error).split("\n")[0]
             raise ValueError(f"--env-id {env_id}: {reason}. Nearest: {nearest(env_id, known)}") from error
@@ -555,7 +559,7 @@ class RunLogger:
 
     def __init__(self, args):
         self.args, self.start, self.wall_s = args, time.time(), 0.0
-        self.state = self.signal = self.result = None
+        self.last_step, self.state, self.signal, self.result, self.metrics, self.evals = 0, None, None, None, None, None
         values = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
         self.config = {key: value for key, value in values.items() if key not in self.UNHASHED}
         self.id = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:8]
@@ -609,6 +613,7 @@ class RunLogger:
             kept = [line for line in lines if line.endswith("}") and json.loads(line)["global_step"] <= step]
             if len(kept) < len(lines):
                 write_atomically(path, lambda f, kept=kept: f.write("".join(f"{row}\n" for row in kept).encode()))
+        self.metrics, self.evals = open(self.dir / "metrics.jsonl", "a"), open(self.dir / "eval.jsonl", "a")
         return state
 
     def __enter__(self):
@@ -616,7 +621,6 @@ class RunLogger:
 
         self.state = None
         self.last_time, self.last_line, self.eval_return = time.time(), time.time(), None
-        self.metrics, self.evals = open(self.dir / "metrics.jsonl", "a"), open(self.dir / "eval.jsonl", "a")
         self.tb = SummaryWriter(self.dir / "tb")
         self.wandb = None
         if self.args.track:
@@ -867,6 +871,8 @@ def train(args):
             rows, losses, stop = np.flatnonzero(valid.reshape(-1)), [], False
             for _ in range(args.update_epochs):
                 for minibatch in np.array_split(random.minibatches.permutation(rows), args.num_minibatches):
+                    if len(minibatch) == 0:  # fewer valid steps than minibatches
+                        continue
                     b = {name: tensor[torch.as_tensor(minibatch, device=device)] for name, tensor in flat.items()}
                     if args.norm_adv and len(minibatch) > 1:
                         b["advantages"] = (b["advantages"] - b["advantages"].mean()) / (b["advantages"].std() + 1e-8)

@@ -1483,7 +1483,7 @@ class RunLogger:
 
     def __init__(self, args):
         self.args, self.start, self.wall_s = args, time.time(), 0.0
-        self.state = self.signal = self.result = None
+        self.last_step, self.state, self.signal, self.result, self.metrics, self.evals = 0, None, None, None, None, None
         values = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
         self.config = {key: value for key, value in values.items() if key not in self.UNHASHED}
         self.id = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:8]
@@ -1537,6 +1537,7 @@ class RunLogger:
             kept = [line for line in lines if line.endswith("}") and json.loads(line)["global_step"] <= step]
             if len(kept) < len(lines):
                 write_atomically(path, lambda f, kept=kept: f.write("".join(f"{row}\n" for row in kept).encode()))
+        self.metrics, self.evals = open(self.dir / "metrics.jsonl", "a"), open(self.dir / "eval.jsonl", "a")
         return state
 
     def __enter__(self):
@@ -1544,7 +1545,6 @@ class RunLogger:
 
         self.state = None
         self.last_time, self.last_line, self.eval_return = time.time(), time.time(), None
-        self.metrics, self.evals = open(self.dir / "metrics.jsonl", "a"), open(self.dir / "eval.jsonl", "a")
         self.tb = SummaryWriter(self.dir / "tb")
         self.wandb = None
         if self.args.track:
