@@ -1483,7 +1483,8 @@ class RunLogger:
 
     def __init__(self, args):
         self.args, self.start, self.wall_s = args, time.time(), 0.0
-        self.last_step, self.state, self.signal, self.result, self.metrics, self.evals = 0, None, None, None, None, None
+        self.last_step, self.state, self.signal, self.result = 0, None, None, None
+        self.metrics = self.evals = self.tb = None  # opened by `restore`
         values = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
         self.config = {key: value for key, value in values.items() if key not in self.UNHASHED}
         self.id = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:8]
@@ -1492,7 +1493,7 @@ class RunLogger:
         script = Path(sys.modules[type(args).__module__].__file__)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.dir / "lock", "a+")  # noqa: SIM115  held as long as the process lives
+            self.lock = open(self.dir / "lock", "a+")  # held as long as the process lives
         except OSError as error:
             raise RunError(f"--run-dir {args.run_dir} cannot be written: {error}. Choose another --run-dir") from error
         try:
@@ -1522,6 +1523,8 @@ class RunLogger:
 
     def restore(self):
         """The state to go on from, or None for a new run; rows logged after it are dropped: they will come again."""
+        from torch.utils.tensorboard import SummaryWriter
+
         state = load_checkpoint(self.checkpoints, self.config)
         if state is None and (self.args.resume == "must" or self.args.eval_only):
             raise RunError(f"{self.checkpoints} holds no checkpoint to go on from: train first, with --resume auto")
@@ -1538,14 +1541,11 @@ class RunLogger:
             if len(kept) < len(lines):
                 write_atomically(path, lambda f, kept=kept: f.write("".join(f"{row}\n" for row in kept).encode()))
         self.metrics, self.evals = open(self.dir / "metrics.jsonl", "a"), open(self.dir / "eval.jsonl", "a")
+        self.tb = SummaryWriter(self.dir / "tb", purge_step=step + 1)
         return state
 
     def __enter__(self):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.state = None
         self.last_time, self.last_line, self.eval_return = time.time(), time.time(), None
-        self.tb = SummaryWriter(self.dir / "tb")
         self.wandb = None
         if self.args.track:
             import wandb
