@@ -246,6 +246,17 @@ class VectorEnvs:
         obs, _ = self.envs.reset()
         if self.num_envs > 1 and (obs == obs[:1]).all():
             print("note: all environments start from the same observation", file=sys.stderr)
+        return self.checked(obs, np.zeros(self.num_envs))
+
+    def checked(self, obs, reward):
+        """obs in its dtype; RunError that names the first environment whose obs or reward is not finite."""
+        bad = ~np.isfinite(reward)
+        if self.obs_dtype == np.float32:
+            bad |= ~np.isfinite(obs.reshape(self.num_envs, -1)).all(1)
+        if bad.any():
+            i = bad.argmax()
+            found = f"reward {reward[i]}, observation {obs[i]}"
+            raise RunError(f"environment {i} gave a reward or an observation that is not finite: {found}")
         return obs.astype(self.obs_dtype)
 
     def step(self, actions):
@@ -255,19 +266,17 @@ class VectorEnvs:
         else:
             actions = actions + getattr(self.action_space, "start", 0)
         obs, reward, terminated, truncated, raw = self.envs.step(actions)
-        info = {"valid": ~self.pending, "final_mask": np.zeros(self.num_envs, bool), "final_obs": np.empty_like(obs)}
-        if self.same_step:
-            info["final_mask"] = terminated | truncated
-            for i in np.flatnonzero(info["final_mask"]):
-                info["final_obs"][i] = raw["final_obs"][i]
-        else:
-            self.pending = terminated | truncated
         reward = np.asarray(reward, np.float64)
-        if not np.isfinite(reward).all() or (self.obs_dtype == np.float32 and not np.isfinite(obs).all()):
-            bad = ~np.isfinite(reward) | ~np.isfinite(obs.reshape(self.num_envs, -1)).all(1)
-            raise RunError(f"environment {bad.argmax()} gave a reward or an observation that is not finite: "
-                           f"reward {reward[bad.argmax()]}, observation {obs[bad.argmax()]}")  # fmt: skip
-        return obs.astype(self.obs_dtype), reward, terminated, truncated, info
+        info = {"valid": ~self.pending, "final_mask": np.zeros(self.num_envs, bool), "final_obs": obs}
+        ended = terminated | truncated
+        if not self.same_step:
+            self.pending = ended
+        elif ended.any():
+            final_obs = obs.copy()
+            for i in np.flatnonzero(ended):
+                final_obs[i] = raw["final_obs"][i]
+            info["final_mask"], info["final_obs"] = ended, self.checked(final_obs, reward)
+        return self.checked(obs, reward), reward, terminated, truncated, info
 
     def state_dict(self):
         """The unfinished episodes; None for envpool, which cannot be saved: a resumed run starts new episodes there."""
@@ -853,7 +862,7 @@ def train(args):
                 stats.step(reward, ended, valid[t])
                 cut = info["final_mask"] & truncated[t] & ~terminated[t]
                 if cut.any():  # obs already belongs to the next episode: bootstrap from the one that was cut off
-                    bootstraps[t] = cut, agent.act(to_network(info["final_obs"][cut].astype(envs.obs_dtype)))[2].cpu()
+                    bootstraps[t] = cut, agent.act(to_network(info["final_obs"][cut]))[2].cpu()
                 next_obs = to_network(raw, learn=np.ones(N, bool))
             global_step += int(valid.sum())
 

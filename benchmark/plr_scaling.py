@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from curricula.plr import PrioritizedLevelReplay  # noqa: E402
@@ -53,14 +54,18 @@ def measure(num_tasks, transform):
     return [(1e6 * np.median(times), 1e6 * np.mean(times)) for times in (draw, sample, update, rollout)]
 
 
-if __name__ == "__main__":
+def main(levels: tuple[int, ...] = (10**2, 10**4, 10**6), transforms: tuple[str, ...] = ("rank", "power")):
     print("| transform | levels | draw | interleaved: draw | update | rollout | peak memory |")
     print("|---|---|---|---|---|---|---|")
-    for transform in "rank", "power":
-        for num_tasks in 10**2, 10**4, 10**6:
+    for transform in transforms:
+        for num_tasks in levels:
             times = " | ".join(f"{median:.1f} ({mean:.1f}) us" for median, mean in measure(num_tasks, transform))
             tracemalloc.start()
             make(num_tasks, transform)
             peak = tracemalloc.get_traced_memory()[1] / 2**20
             tracemalloc.stop()
-            print(f"| {transform} | {num_tasks:,} | {times} | {peak:.1f} MiB |")
+            print(f"| {transform} | {num_tasks:,} | {times} | {peak:.1f} MiB |", flush=True)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

@@ -368,7 +368,7 @@ def test_workers_of_ppo_plr(tmp_path):
         assert (end.rc, end.left) == (rc, []) and end.tracebacks <= 1, (kind, end)
         assert end.seconds < 15 or kind == "sigterm", (kind, end)  # which finishes the update
         if kind == "worker":
-            assert re.search(r"environment worker 1 .*tasks \[\d, \d\].*died with exit code -9", end.err), end
+            assert re.search(r"worker\b.*tasks \[\d, \d\].*died with exit code -9", end.err), end
     end = Ended(start(ppo_plr, folder, long, "--num-workers 2"))
     assert end.rc == 0, end
     alone, run = train(ppo_plr, tmp_path / "alone", long), Run(folder)
