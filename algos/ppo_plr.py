@@ -67,7 +67,7 @@ class Args:
     seed: int = 1  # all randomness but the evaluation's derives from it
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if there is one, else cpu
     deterministic: bool = False  # only deterministic GPU kernels (a CPU run always repeats to the bit)
-    torch_threads: int = 0  # CPU threads for the network; 0: all cores. The count changes no result
+    torch_threads: int = 0  # CPU threads for the network; 0: all cores. The count may change rounding
     run_dir: Path = Path("runs")  # results go to run_dir/exp_name/env_id/seed<k>-<hash of the other arguments>
     resume: Literal["auto", "never", "must"] = "auto"  # go on from this command's newest checkpoint
     checkpoint_interval: int = 5  # updates between checkpoints
@@ -111,7 +111,7 @@ class Args:
     gae_lambda: float = 0.95  # GAE trace decay
     num_minibatches: int = 8  # minibatches per epoch
     update_epochs: int = 3  # passes over each rollout
-    micro_batch_size: int = 128  # samples per forward pass on a CPU: gradients add up to the minibatch's
+    micro_batch_size: int = 512  # samples per forward pass on a CPU: gradients add up to the minibatch's
     norm_adv: bool = True  # normalise advantages over the whole batch
     clip_coef: float = 0.2  # epsilon of the clipped surrogate
     clip_vloss: bool = True  # clip the value loss by the same epsilon
@@ -1271,7 +1271,7 @@ class Agent(nn.Module):
         self.policy, self.value = layer_init(nn.Linear(256, num_actions), 0.01), layer_init(nn.Linear(256, 1), 1.0)
 
     def forward(self, obs):
-        features = self.network(obs.permute(0, 3, 1, 2) / self.scale)
+        features = self.network(obs.permute(0, 3, 1, 2).float().div_(self.scale))
         return self.policy(features), self.value(features).squeeze(-1)
 
     @torch.no_grad()
@@ -1292,20 +1292,22 @@ class Agent(nn.Module):
 
 
 class Pieces:
-    """Runs the network on pieces of a batch, each by one thread of a pool: faster than all threads on one operator, and
-    the activations stay in the cache. Pieces and the order of their sums are fixed, so that the number of threads
-    changes no bit. A GPU takes a batch in one piece.
+    """Learns from pieces of a batch, each worked off by one thread of a pool: faster than all threads on one operator.
+    Pieces and the order of their sums are fixed, so that the number of threads changes no bit. A GPU takes a minibatch
+    in one piece.
     """
 
     def __init__(self, agent, size, threads):
-        self.agent, self.parameters = agent, list(agent.parameters())
+        self.agent, self.parameters, self.threads = agent, list(agent.parameters()), threads
         self.size = size if self.parameters[0].device.type == "cpu" else 2**31
         self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
     def forward(self, obs):
-        """logits (B, A), values (B,), without gradients; from smaller pieces, since rollout batches are small."""
-        outputs = self.pool.map(torch.no_grad()(self.agent), obs.split(math.ceil(self.size / 4)))
-        return [torch.cat(output) for output in zip(*outputs)]
+        """logits (B, A), values (B,). For the small batches of a rollout, all threads on one operator are faster."""
+        torch.set_num_threads(self.threads)
+        outputs = self.agent(obs)
+        torch.set_num_threads(1)
+        return outputs
 
     def gradients(self, flat, minibatch, coefs):
         """Leaves the gradient of the minibatch's mean loss in the parameters; returns the parts of the loss."""
@@ -1322,7 +1324,8 @@ class Pieces:
 
     def piece(self, flat, coefs, total, rows):
         """One piece's share of a minibatch of `total` samples: gradients and parts of the loss."""
-        b = {name: tensor[rows] for name, tensor in flat.items()}
+        rows = torch.as_tensor(rows, device=flat["obs"].device)
+        b = {name: tensor.index_select(0, rows) for name, tensor in flat.items()}  # far faster than tensor[rows]
         new = self.agent.evaluate_actions(b.pop("obs"), b.pop("actions"))
         loss, parts = ppo_loss(*new, *(b[k] for k in ("old_logprob", "old_value", "advantage", "returns")), *coefs)
         share = len(rows) / total

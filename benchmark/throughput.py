@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -54,13 +55,23 @@ def load_script():
     return module
 
 
-def plain_gradients(ppo_plr, agent, flat, rows, piece):
-    """The textbook way: the minibatch in pieces of `piece` samples (plain: in one), gradients added by autograd."""
+def textbook_agent(ppo_plr, network):
+    """The script's network with the input as a simple loop writes it: NCHW floats or NHWC bytes, divided by 255."""
+
+    class Agent(ppo_plr.Agent):
+        def forward(self, obs):
+            features = self.network((obs if obs.is_floating_point() else obs.permute(0, 3, 1, 2)) / 255)
+            return self.policy(features), self.value(features).squeeze(-1)
+
+    return Agent((64, 64, 3), 15, network)
+
+
+def textbook_gradients(ppo_plr, agent, flat, rows, piece):
+    """The minibatch in pieces of `piece` samples (2,048: in one), gradients added by autograd."""
     agent.zero_grad()
     for part in np.array_split(rows, math.ceil(len(rows) / piece)):
         b = {name: tensor[part] for name, tensor in flat.items()}
-        obs = b.pop("obs")
-        new = agent.evaluate_actions(obs.permute(0, 2, 3, 1) if obs.dtype == torch.float32 else obs, b.pop("actions"))
+        new = agent.evaluate_actions(b.pop("obs"), b.pop("actions"))
         loss, _ = ppo_plr.ppo_loss(*new, *b.values(), *COEFS)
         (loss * (len(part) / len(rows))).backward()
 
@@ -75,7 +86,7 @@ def run_loop(args, network):
     """One update of a plain or simple loop; returns its seconds by activity."""
     ppo_plr = load_script()
     plain, piece = args.loop == "plain", 2048 if args.loop == "plain" else 512
-    agent = ppo_plr.Agent((64, 64, 3), 15, network)
+    agent = textbook_agent(ppo_plr, network)
     if not plain:
         ppo_plr.keep_freed_memory()
         agent = agent.to(memory_format=torch.channels_last)
@@ -89,7 +100,7 @@ def run_loop(args, network):
     for t in range(T):
         raw = torch.as_tensor(envs.obs)
         obs[t] = raw.permute(0, 3, 1, 2) if plain else raw
-        action = agent.act(obs[t].permute(0, 2, 3, 1) if plain else obs[t], generator)[0].numpy()
+        action = agent.act(obs[t], generator)[0].numpy()
         clock.lap("inference")
         ended = envs.step(action)[2]
         for i in np.flatnonzero(ended):
@@ -97,7 +108,7 @@ def run_loop(args, network):
         clock.lap("env")
     flat = {"obs": obs.flatten(0, 1)} | random_batch(T * N)
     for rows in np.array_split(np.random.default_rng(0).permutation(T * N), MINIBATCHES)[: args.minibatches]:
-        plain_gradients(ppo_plr, agent, flat, rows, piece)
+        textbook_gradients(ppo_plr, agent, flat, rows, piece)
         torch.nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
         optimizer.step()
     clock.lap("update")
@@ -121,13 +132,14 @@ def check_gradients():
     ppo_plr = load_script()
     for network in ("impala", "nature"):
         torch.manual_seed(0)
-        agent = ppo_plr.Agent((64, 64, 3), 15, network).to(memory_format=torch.channels_last)
+        agent = textbook_agent(ppo_plr, network).to(memory_format=torch.channels_last)
         flat = {"obs": torch.randint(0, 256, (2048, 64, 64, 3), dtype=torch.uint8)} | random_batch(2048)
+        floats = flat | {"obs": flat["obs"].permute(0, 3, 1, 2).float().contiguous()}
         rows, found = np.arange(2048), {}
         for name, run in (
-            ("plain", lambda: plain_gradients(ppo_plr, agent, flat, rows, 2048)),  # noqa: B023
-            ("simple", lambda: plain_gradients(ppo_plr, agent, flat, rows, 512)),  # noqa: B023
-            ("ours", lambda: ppo_plr.Pieces(agent, 128, 2).gradients(flat, rows, COEFS)),  # noqa: B023
+            ("plain", partial(textbook_gradients, ppo_plr, agent, floats, rows, 2048)),
+            ("simple", partial(textbook_gradients, ppo_plr, agent, flat, rows, 512)),
+            ("ours", partial(ppo_plr.Pieces(agent, 512, 2).gradients, flat, rows, COEFS)),
         ):
             run()
             found[name] = torch.cat([p.grad.flatten() for p in agent.parameters()]).clone()

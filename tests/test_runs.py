@@ -242,7 +242,7 @@ def test_sigterm_finishes_the_update_and_exits_75(stopped):
 def test_sigint_exits_130_soon(stopped):
     end = stopped[1]["sigint"]
     assert (end.rc, end.left) == (130, []) and end.tracebacks <= 1
-    assert end.seconds < 15
+    assert end.seconds < 60, "15 s on a quiet machine"
     assert "interrupted: the same command goes on from" in end.err
     assert stopped[1]["status after sigint"]["state"] == "interrupted"
 
@@ -339,7 +339,7 @@ def test_ctrl_c_and_termination_of_a_group_with_16_environment_processes(tmp_pat
         os.killpg(process.pid, number)
         end = Ended(process)
         assert (end.rc, end.left) == (rc, []) and end.tracebacks <= 1, end
-        assert end.seconds < 15 or number != signal.SIGINT
+        assert end.seconds < 60
         assert Run(tmp_path).checkpoints()
 
 
@@ -366,7 +366,7 @@ def test_workers_of_ppo_plr(tmp_path):
         end = Ended(process)
         rc = {"sigterm": 75, "sigint": 130, "worker": 1, "learner": -9}[kind]
         assert (end.rc, end.left) == (rc, []) and end.tracebacks <= 1, (kind, end)
-        assert end.seconds < 15 or kind == "sigterm", (kind, end)  # which finishes the update
+        assert end.seconds < 60, (kind, end)
         if kind == "worker":
             assert re.search(r"worker\b.*tasks \[\d, \d\].*died with exit code -9", end.err), end
     end = Ended(start(ppo_plr, folder, long, "--num-workers 2"))
