@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import platform
 import re
@@ -202,6 +203,9 @@ class Episodes(gym.Wrapper):
 
 def make_env(env_id, seed, index=0, video_folder=None):
     """One Gymnasium environment with a Box observation; with a folder, environment 0 films its first episode."""
+    if multiprocessing.parent_process() is not None:  # in a worker: signals to the whole group are for the parent
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
     env = gym.make(env_id, render_mode="rgb_array" if video_folder else None)
     if video_folder and index == 0:
         env = gym.wrappers.RecordVideo(env, str(video_folder), episode_trigger=lambda n: n == 0)

@@ -146,7 +146,11 @@ class Ended:
             pytest.fail(f"still running after {limit} s: {process.communicate()}")
         self.rc, self.seconds = process.returncode, time.monotonic() - begun
         self.tracebacks = self.err.count("Traceback")
-        self.left = members(process.pid)
+        for _ in range(50):  # a moment for the resource tracker, which ends when the last pipe to it closes
+            self.left = members(process.pid)
+            if not self.left:
+                break
+            time.sleep(0.1)
 
     def __repr__(self):
         return f"rc {self.rc} after {self.seconds:.1f} s, left {self.left}\n{self.out}\n{self.err}"
@@ -352,11 +356,7 @@ def test_workers_of_ppo_plr(tmp_path):
         if kind in ("sigterm", "sigint"):
             os.killpg(process.pid, getattr(signal, kind.upper()))
         elif kind == "learner":
-            process.kill()
-            for _ in range(100):  # its workers notice by themselves
-                if not members(process.pid):
-                    break
-                time.sleep(0.1)
+            process.kill()  # its workers notice by themselves
         else:
             workers = [
                 pid for pid in members(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
