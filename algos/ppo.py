@@ -292,7 +292,12 @@ class VectorEnvs:
         self.envs.call("set_state", state["episodes"])
 
     def close(self):
-        self.envs.close()
+        if not isinstance(self.envs, gym.vector.AsyncVectorEnv):
+            return self.envs.close()
+        for process in self.envs.processes:  # its own close would wait for answers that Ctrl-C or a death cut off
+            process.kill()
+            process.join()
+        self.envs.closed = True
 
 
 class EpisodeStats:
