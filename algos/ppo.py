@@ -27,7 +27,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -559,6 +559,19 @@ def load_checkpoint(folder, config):
     return None
 
 
+@contextmanager
+def no_interrupt():
+    """Lets Ctrl-C wait for the end of the block: torch.save and TensorBoard's queue break when they are cut short."""
+    received = []
+    before = signal.signal(signal.SIGINT, lambda *_: received.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        raise KeyboardInterrupt
+
+
 def finite(row):
     """The row's numbers as floats, None for those that JSON has no word for."""
     return {key: float(value) if math.isfinite(value) else None for key, value in row.items()}
@@ -655,6 +668,7 @@ class RunLogger:
             signal.signal(number, lambda received, frame: setattr(self, "signal", received))
         return self
 
+    @no_interrupt()
     def __exit__(self, kind, error, traceback):
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         if interrupted and self.state is not None:
@@ -675,6 +689,7 @@ class RunLogger:
             self.last_line = time.time()
             print(line, file=sys.stderr, flush=True)
 
+    @no_interrupt()
     def checkpoint(self, state, due):
         """At the top of each update: keeps the packed state for Ctrl-C; writes it when due or when asked to stop."""
         self.state = pack(state) | {"config": self.config, "code_sha": self.code_sha, "wall_s": self.elapsed()}
@@ -694,6 +709,7 @@ class RunLogger:
         with suppress(OSError):  # a full disk has been reported already, by what matters more
             (self.dir / "status.json").write_text(json.dumps(row))
 
+    @no_interrupt()
     def log(self, step, row, update):
         """One row of metrics.jsonl (not finite: null), TensorBoard and wandb; the progress line; status.json."""
         now = time.time()
@@ -915,8 +931,10 @@ def train(args):
 
             # Log and evaluate.
             last = update + 1 == args.num_updates
-            row = dict(zip([f"losses/{name}" for name in (*parts_of_loss, "grad_norm")],
-                           torch.stack(losses).mean(0).tolist(), strict=True))  # fmt: skip
+            row = {}
+            if losses:
+                names = [f"losses/{name}" for name in (*parts_of_loss, "grad_norm")]
+                row = dict(zip(names, torch.stack(losses).mean(0).tolist()))
             row |= {"losses/explained_variance": explained_variance(values[valid], returns[valid]),
                     "losses/gradient_steps": len(losses), "charts/update": update + 1, "perf/dead_steps": stats.dead,
                     "charts/learning_rate": optimizer.param_groups[0]["lr"]}  # fmt: skip

@@ -38,7 +38,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -1466,6 +1466,20 @@ def load_checkpoint(folder, config):
     return None
 
 
+# Copied from algos/ppo.py:no_interrupt
+@contextmanager
+def no_interrupt():
+    """Lets Ctrl-C wait for the end of the block: torch.save and TensorBoard's queue break when they are cut short."""
+    received = []
+    before = signal.signal(signal.SIGINT, lambda *_: received.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        raise KeyboardInterrupt
+
+
 # Copied from algos/ppo.py:finite
 def finite(row):
     """The row's numbers as floats, None for those that JSON has no word for."""
@@ -1564,6 +1578,7 @@ class RunLogger:
             signal.signal(number, lambda received, frame: setattr(self, "signal", received))
         return self
 
+    @no_interrupt()
     def __exit__(self, kind, error, traceback):
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         if interrupted and self.state is not None:
@@ -1584,6 +1599,7 @@ class RunLogger:
             self.last_line = time.time()
             print(line, file=sys.stderr, flush=True)
 
+    @no_interrupt()
     def checkpoint(self, state, due):
         """At the top of each update: keeps the packed state for Ctrl-C; writes it when due or when asked to stop."""
         self.state = pack(state) | {"config": self.config, "code_sha": self.code_sha, "wall_s": self.elapsed()}
@@ -1603,6 +1619,7 @@ class RunLogger:
         with suppress(OSError):  # a full disk has been reported already, by what matters more
             (self.dir / "status.json").write_text(json.dumps(row))
 
+    @no_interrupt()
     def log(self, step, row, update):
         """One row of metrics.jsonl (not finite: null), TensorBoard and wandb; the progress line; status.json."""
         now = time.time()
