@@ -8,7 +8,7 @@ Paper: Schulman et al. 2017, arXiv:1707.06347; details after Huang et al. 2022, 
              --norm-reward
   Evaluate:  the training command with --eval-only appended (newest checkpoint; a row per episode goes to eval.jsonl)
 
-Measured: CartPole-v1 by the first command, seeds 1 to 5: 500.0 in 20 greedy evaluation episodes, 20 s each on one core;
+Measured: CartPole-v1 by the first command, seeds 1 to 5: 500.0 in 20 greedy evaluation episodes, 20 s each on a core;
 Hopper-v4 by the second, seed 1: 3,404 (commit b71df4f).
 Differs from the paper: truncation is not termination (the value of the true final observation is bootstrapped).
 """

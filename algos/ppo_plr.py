@@ -7,7 +7,7 @@ Schulman et al. 2017, arXiv:1707.06347 (PPO). Settings: PLR, table 3 (Procgen ea
   Baseline:  the same with --curriculum dr (levels drawn uniformly)
   Evaluate:  the training command with --eval-only appended (newest checkpoint; a row per episode goes to eval.jsonl)
 
-Measured: bigfish, nature, 1M steps, seeds 1 to 3: 1.03 on unseen levels (dr: 1.00), which is a random policy's level: 4 %
+Measured: bigfish, nature, 1M steps, seeds 1 to 3: 1.03 on unseen levels (dr: 1.00), a random policy's level: 4 %
 of the paper's steps show nothing yet (commit 87f4e2c, README).
 Differs from the paper: a level is drawn one episode ahead, so that no environment waits for the curriculum; ranks are
 among seen levels; a one-step TD error is |r + gamma V' - V|; the first levels are drawn, not taken in order; robust PLR
