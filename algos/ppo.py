@@ -841,10 +841,10 @@ def train(args):
     rewards, values, next_values = (np.zeros((T, N), np.float32) for _ in range(3))
     terminated, truncated, valid = (np.zeros((T, N), bool) for _ in range(3))
 
-    def to_network(raw, learn=None):
-        """Raw observations as network input; rows `learn` enter the running statistics first."""
-        if obs_norm is not None and learn is not None:
-            obs_norm.update(raw[learn])
+    def to_network(raw, learn=True):
+        """Raw observations as network input; if `learn`, they enter the running statistics first."""
+        if obs_norm is not None and learn:
+            obs_norm.update(raw)
         return torch.as_tensor(raw if obs_norm is None else obs_norm.normalize(raw)).to(device)
 
     parts = {"agent": agent, "optimizer": optimizer, "random": random, "envs": envs, "stats": stats}
@@ -870,7 +870,7 @@ def train(args):
             print(json.dumps(summarize(rows, "eval")))
             return summarize(rows, "eval")
         restored = state is not None and args.vectorization != "envpool"
-        next_obs = state["next_obs"].to(device) if restored else to_network(next_raw, learn=np.ones(N, bool))
+        next_obs = state["next_obs"].to(device) if restored else to_network(next_raw)
 
         for update in range(first_update, args.num_updates):
             run.checkpoint(snapshot(update), due=update > first_update and update % args.checkpoint_interval == 0)
@@ -889,8 +889,8 @@ def train(args):
                 stats.step(reward, ended, valid[t])
                 cut = info["final_mask"] & truncated[t] & ~terminated[t]
                 if cut.any():  # obs already belongs to the next episode: bootstrap from the one that was cut off
-                    bootstraps[t] = cut, agent.act(to_network(info["final_obs"][cut]))[2].cpu()
-                next_obs = to_network(raw, learn=np.ones(N, bool))
+                    bootstraps[t] = cut, agent.act(to_network(info["final_obs"][cut], learn=False))[2].cpu()
+                next_obs = to_network(raw)
             global_step += int(valid.sum())
 
             # Advantages.

@@ -133,8 +133,9 @@ def test_dealer_resumes_to_the_same_tasks():
             for env_id in (0, 1):
                 played.append(d.queue.get_task(env_id))
                 d.queue.put_episode(env_id, played[-1], 0.0, 1, 0.0)
+            played.append(d.learns.tolist())
             d.collect(stats)
-        tasks.append((played, d.learns.tolist()))
+        tasks.append(played)
     assert tasks[0] == tasks[1]
 
 
