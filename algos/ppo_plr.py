@@ -916,8 +916,9 @@ class ProcgenLevels:
         from procgen.env import ProcgenGym3Env
 
         options = {"distribution_mode": distribution_mode, "start_level": 123456789, "num_levels": 1, "rand_seed": 0}
-        options["num_threads"] = 0
-        self.env, scratch = (ProcgenGym3Env(num=n, env_name=game, **options) for n in (num, 1))
+        threads = 0 if multiprocessing.parent_process() else 2  # workers are parallel as they are
+        self.env = ProcgenGym3Env(num=num, env_name=game, num_threads=threads, **options)
+        scratch = ProcgenGym3Env(num=1, env_name=game, num_threads=0, **options)
         self.env._reuse_arrays = True  # observe() then returns the very buffers that the game writes
         self.reward, obs, self.ended = self.env.observe()
         self.obs, self.solved, self.at = obs["rgb"], self.env._info["prev_level_complete"], 0
@@ -939,6 +940,7 @@ class ProcgenLevels:
 
     def step(self, actions):
         self.env.act(actions)
+        self.env.observe()  # waits for the game's threads
         return self.obs, self.reward.copy(), self.ended.copy(), np.zeros_like(self.ended)
 
     def get_state(self):
