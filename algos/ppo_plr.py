@@ -201,6 +201,7 @@ class Curriculum:
     """
 
     requires_step_updates = False  # True: the environments must send every step, not only finished episodes
+    requires_observations = False  # True: with the observations
 
     def __init__(self, task_space, *, seed=None):
         self.task_space = task_space

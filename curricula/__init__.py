@@ -1,8 +1,64 @@
-"""Curricula for any trainer: import them into your own loop, or copy them into one file."""
+"""Curricula for any trainer: import them into your own loop, or copy them into one file.
 
-from curricula.core import Curriculum, TaskSpace, TaskWrapper
-from curricula.domain_randomization import DomainRandomization
+Wrappers for single environment packages are in curricula.task_wrappers, the synchronisation over Ray in
+curricula.ray_sync.
+"""
+
+from curricula.annealing import ExpandingBox, SimulatedAnnealing
+from curricula.core import (
+    BoxTaskSpace,
+    Curriculum,
+    DiscreteTaskSpace,
+    MultiDiscreteTaskSpace,
+    PettingZooTaskWrapper,
+    TaskSpace,
+    TaskWrapper,
+    TupleTaskSpace,
+)
+from curricula.domain_randomization import BatchedDomainRandomization, DomainRandomization
+from curricula.dual import DualCurriculum
+from curricula.learning_progress import Learnability, LearningProgress, OnlineLearningProgress
+from curricula.manual import Constant, Manual
+from curricula.omni import OMNI
 from curricula.plr import PrioritizedLevelReplay
-from curricula.sync import SyncQueue
+from curricula.plr_async import AsyncPrioritizedLevelReplay
+from curricula.self_play import FictitiousSelfPlay, PrioritizedFictitiousSelfPlay, SelfPlay
+from curricula.sequential import SequentialCurriculum
+from curricula.sync import (
+    GymnasiumSyncWrapper,
+    PettingZooSyncWrapper,
+    SyncQueue,
+    make_multiprocessing_curriculum,
+)
 
-__all__ = ["Curriculum", "DomainRandomization", "PrioritizedLevelReplay", "SyncQueue", "TaskSpace", "TaskWrapper"]
+__all__ = [
+    "AsyncPrioritizedLevelReplay",
+    "BatchedDomainRandomization",
+    "BoxTaskSpace",
+    "Constant",
+    "Curriculum",
+    "DiscreteTaskSpace",
+    "DomainRandomization",
+    "DualCurriculum",
+    "ExpandingBox",
+    "FictitiousSelfPlay",
+    "GymnasiumSyncWrapper",
+    "Learnability",
+    "LearningProgress",
+    "Manual",
+    "MultiDiscreteTaskSpace",
+    "OMNI",
+    "OnlineLearningProgress",
+    "PettingZooSyncWrapper",
+    "PettingZooTaskWrapper",
+    "PrioritizedFictitiousSelfPlay",
+    "PrioritizedLevelReplay",
+    "SelfPlay",
+    "SequentialCurriculum",
+    "SimulatedAnnealing",
+    "SyncQueue",
+    "TaskSpace",
+    "TaskWrapper",
+    "TupleTaskSpace",
+    "make_multiprocessing_curriculum",
+]

@@ -1,4 +1,4 @@
-"""The portable API: task spaces, curricula and the wrapper that gives an environment its task."""
+"""The portable API: task spaces, curricula and the wrappers that give an environment its task."""
 
 import contextlib
 import math
@@ -16,6 +16,7 @@ class Curriculum:
     """
 
     requires_step_updates = False  # True: the environments must send every step, not only finished episodes
+    requires_observations = False  # True: with the observations
 
     def __init__(self, task_space, *, seed=None):
         self.task_space = task_space
@@ -115,7 +116,7 @@ class TaskSpace:
         self.seed(seed)
 
     def __repr__(self):
-        return f"TaskSpace({self.gym_space}{f', tasks {self._names}'[:200] if self._names else ''})"
+        return f"{type(self).__name__}({self.gym_space}{f', tasks {self._names}'[:200] if self._names else ''})"
 
     @staticmethod
     def _key(task):
@@ -248,24 +249,144 @@ class TaskSpace:
         return tuple(TaskSpace(tasks, seed=child) for tasks, child in zip(named, rng.spawn(2)))
 
 
-class TaskWrapper(gym.Wrapper):
-    """Gives an environment its task.
+class DiscreteTaskSpace(TaskSpace):
+    """The tasks 0..n-1, or the names in `tasks`: `space` is n or a gymnasium Discrete. An encoding is an int."""
 
-    Override `change_task` to bring the task into the environment, and `_task_completion` and `_encode_goal` where they
-    mean something. `info["task"]` is the task, decoded, that the reward belongs to; `info["task_completion"]` its
-    progress.
+    def __init__(self, space, tasks=None, *, seed=None):
+        super().__init__(space, tasks, seed=seed)
+        if self._start is None:
+            raise ValueError(f"a DiscreteTaskSpace is made of a number of tasks or a Discrete, found {space!r}")
+
+
+class BoxTaskSpace(TaskSpace):
+    """Vectors within the bounds of a gymnasium Box: an encoding is the array itself, in the Box's dtype."""
+
+    def __init__(self, space, *, seed=None):
+        super().__init__(space, seed=seed)
+        if not isinstance(self.gym_space, gym.spaces.Box):
+            raise ValueError(f"a BoxTaskSpace is made of a Box, found {space!r}")
+
+
+class TupleTaskSpace(TaskSpace):
+    """Tuples of one task from each of `spaces` (TaskSpaces, or what makes one). An encoding is a tuple of encodings.
+
+    `flatten`: it is the position instead, an int, the last part varying fastest; the spaces must be finite, and all
+    tasks are listed in memory. `space_names` name the parts, for messages.
     """
 
-    def __init__(self, env):
+    def __init__(self, spaces, space_names=None, flatten=False, *, seed=None):
+        parts = [space if isinstance(space, TaskSpace) else TaskSpace(space) for space in spaces]
+        if space_names is not None and len(space_names) != len(parts):
+            raise ValueError(f"{len(space_names)} space_names {space_names!r} cannot name {len(parts)} spaces")
+        super().__init__(gym.spaces.Tuple([part.gym_space for part in parts]), seed=seed)
+        self._parts, self.space_names = parts, space_names
+        if flatten and self.num_tasks is None:
+            raise ValueError(f"flatten=True numbers the tasks, but {self!r} is infinite: leave it out")
+        if flatten:
+            super().__init__(self.tasks, seed=seed)
+
+    def __repr__(self):
+        names = f", {', '.join(map(str, self.space_names))}" if self.space_names else ""
+        return f"{super().__repr__()[:-1]}{names})"
+
+
+class MultiDiscreteTaskSpace(TupleTaskSpace):
+    """Tuples with one of nvec[i] values in place i, which `tasks[i]` names: `space` is a MultiDiscrete or nvec itself.
+
+    An encoding is a tuple of ints or, with `flatten`, as in TupleTaskSpace, one int.
+    """
+
+    def __init__(self, space, tasks=None, flatten=False, *, seed=None):
+        if not isinstance(space, gym.spaces.MultiDiscrete):
+            space = gym.spaces.MultiDiscrete(space)
+        places = [gym.spaces.Discrete(n, start=start) for n, start in zip(space.nvec.flat, space.start.flat)]
+        names = [None] * len(places) if tasks is None else tasks
+        if len(names) != len(places):
+            raise ValueError(f"{len(names)} lists of tasks cannot name the {len(places)} places of {space}")
+        spaces = [DiscreteTaskSpace(place, named) for place, named in zip(places, names)]
+        super().__init__(spaces, flatten=flatten, seed=seed)
+
+
+class _Tasked:
+    """What the wrappers of gymnasium and of PettingZoo environments have in common."""
+
+    def _set_up(self, task_space, goal):
+        self.task, self.task_space, self._tells_task = None, task_space, goal is True
+        if goal is True and task_space is None:
+            raise ValueError("goal=True encodes the task's place in its task_space: give that, or the goal's own space")
+        if goal is True:
+            goal = task_space.gym_space
+            if task_space.num_tasks is not None:
+                goal = gym.spaces.MultiBinary(task_space.num_tasks)
+        self._goal_space = goal if isinstance(goal, gym.spaces.Space) else None
+
+    def _space_with_goal(self, space):
+        if self._goal_space is None:
+            return space
+        spaces = space.spaces if isinstance(space, gym.spaces.Dict) else {"observation": space}
+        return gym.spaces.Dict({**spaces, "goal": self._goal_space})
+
+    def _start_task(self, new_task):
+        if new_task is None:
+            return
+        if self.task_space is not None:
+            self.task_space.encode(new_task)  # raises for a task from outside
+        before, self.task = self.task, new_task  # here too, for the override of change_task that does not set it
+        try:
+            self.change_task(new_task)
+        except BaseException:
+            self.task = before  # which the environment still plays
+            raise
+
+    def change_task(self, new_task):
+        """Makes `new_task` the task from the next step on. An override that refuses it sets `self.task` anew."""
+        self.task = new_task
+
+    def _reset_arguments(self, seed, options):
+        """Arguments of the environment's reset: override it where the task goes in by them."""
+        return {"seed": seed, "options": options}
+
+    def _encode_goal(self):
+        """What tells the agent its task, for `obs["goal"]`, or None for nothing. With goal=True: one-hot of the task's
+        position in a finite task space, the vector itself from a Box."""
+        if not self._tells_task:
+            return None
+        encoding = self.task_space.encode(self.task)
+        if self.task_space.num_tasks is None:
+            return encoding
+        goal = np.zeros(self.task_space.num_tasks, np.int8)
+        goal[self.task_space.index(encoding)] = 1
+        return goal
+
+    def _with_goal(self, obs, space):
+        goal = self._encode_goal()
+        if goal is None:
+            return obs
+        if "goal" not in getattr(space, "spaces", ()):
+            raise ValueError(f"_encode_goal needs a Dict observation space that has 'goal', found {space!r}")
+        return {**(obs if isinstance(obs, dict) else {"observation": obs}), "goal": goal}
+
+
+class TaskWrapper(_Tasked, gym.Wrapper):
+    """Gives an environment its task.
+
+    Override `change_task` or `_reset_arguments` to bring the task into the environment, and `_task_completion` and
+    `_encode_goal` where they mean something. `info["task"]` is the task, decoded, that the reward belongs to;
+    `info["task_completion"]` its progress. `task_space`, if given, refuses other tasks at reset. `goal` puts the task
+    into the observations: True for the encoding of `_encode_goal`, or the gymnasium space of what your override of it
+    returns. An observation that is no dict then becomes {"observation": ..., "goal": ...}.
+    """
+
+    def __init__(self, env, task_space=None, goal=False):
         super().__init__(env)
-        self.task = None
+        self._set_up(task_space, goal)
+        if self._goal_space is not None:  # else it is the environment's, also when that changes
+            self.observation_space = self._space_with_goal(env.observation_space)
 
     def reset(self, *, new_task=None, seed=None, options=None):
         """Starts an episode of `new_task`, or of the same task again."""
-        if new_task is not None:
-            self.task = new_task  # here too, for the override of change_task that does not set it
-            self.change_task(new_task)
-        obs, info = self.env.reset(seed=seed, options=options)
+        self._start_task(new_task)
+        obs, info = self.env.reset(**self._reset_arguments(seed, options))
         return self.observation(obs), {**info, "task": self.task, "task_completion": 0.0}
 
     def step(self, action):
@@ -275,22 +396,59 @@ class TaskWrapper(gym.Wrapper):
         info = {**info, "task": task, "task_completion": completion}
         return self.observation(obs), reward, terminated, truncated, info
 
-    def change_task(self, new_task):
-        """Makes `new_task` the task from the next step on. An override that refuses it sets `self.task` anew."""
-        self.task = new_task
-
     def _task_completion(self, obs, reward, terminated, truncated, info):
         """Progress in the task, 1.0 when done. Syllabus' default, which knows no better: done when the episode ends."""
         return 1.0 if terminated or truncated else 0.0
 
-    def _encode_goal(self):
-        """What tells the agent its task: an array for `obs["goal"]`, or None for nothing."""
-
     def observation(self, obs):
         """`obs` with the goal, if there is one."""
-        goal, space = self._encode_goal(), self.observation_space
-        if goal is None:
-            return obs
-        if "goal" not in getattr(space, "spaces", ()):
-            raise ValueError(f"_encode_goal needs a Dict observation space that has 'goal', found {space!r}")
-        return {**obs, "goal": goal}
+        return self._with_goal(obs, self.observation_space)
+
+
+class PettingZooTaskWrapper(_Tasked):
+    """The same for a PettingZoo parallel environment: one task for all agents, in each agent's observation and info.
+
+    It answers to all that a ParallelEnv does, but is no subclass of it: pettingzoo need not be installed.
+    """
+
+    def __init__(self, env, task_space=None, goal=False):
+        self.env = env
+        self._set_up(task_space, goal)
+        self._spaces = {}
+
+    def __getattr__(self, name):
+        if name == "env" or name.startswith("_"):  # not there yet while it is unpickled
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.env, name)
+
+    def observation_space(self, agent):
+        if agent not in self._spaces:  # always the same object, as PettingZoo's API demands
+            self._spaces[agent] = self._space_with_goal(self.env.observation_space(agent))
+        return self._spaces[agent]
+
+    def reset(self, seed=None, options=None, *, new_task=None):
+        """Starts an episode of `new_task`, or of the same task again."""
+        self._start_task(new_task)
+        obs, infos = self.env.reset(**self._reset_arguments(seed, options))
+        return self.observation(obs), self._with_task(obs, infos, self.task, 0.0)
+
+    def step(self, actions):
+        task = self.task  # as in TaskWrapper
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        completion = float(self._task_completion(obs, rewards, terminations, truncations, infos))
+        infos = self._with_task(obs, infos, task, completion)
+        return self.observation(obs), rewards, terminations, truncations, infos
+
+    @staticmethod
+    def _with_task(obs, infos, task, completion):
+        """`infos` with the task for each agent that has an observation, also for one that has no info."""
+        told = {"task": task, "task_completion": completion}
+        return {**infos, **{agent: {**infos.get(agent, {}), **told} for agent in obs}}
+
+    def _task_completion(self, obs, rewards, terminations, truncations, infos):
+        """Progress of all agents together, 1.0 when done. The default: done when no agent is left."""
+        return 0.0 if self.env.agents else 1.0
+
+    def observation(self, obs):
+        """Each agent's observation with the goal, if there is one."""
+        return {agent: self._with_goal(value, self.observation_space(agent)) for agent, value in obs.items()}

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pickle
 import resource
 import subprocess
 import sys
@@ -12,6 +13,13 @@ import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
 from curricula import Curriculum, DomainRandomization, TaskSpace, TaskWrapper
+from curricula.core import (
+    BoxTaskSpace,
+    DiscreteTaskSpace,
+    MultiDiscreteTaskSpace,
+    PettingZooTaskWrapper,
+    TupleTaskSpace,
+)
 
 GRID = MultiDiscrete([3, 2])
 NESTED = Tuple(
@@ -73,6 +81,112 @@ def test_multidiscrete_table_of_syllabus():
     assert TaskSpace(MultiDiscrete([10] * 30)).num_tasks == 10**30  # more than an int64 counts
     digits = TaskSpace(MultiDiscrete([10] * 30)).encoding(123456789 * 10**15)
     assert "".join(map(str, digits)) == "000000123456789000000000000000"
+
+
+GRID_NAMES = [("a", "b", "c"), (1, 0)]
+PLACES = MultiDiscreteTaskSpace([3, 2], GRID_NAMES)
+SYLLABUS = {  # its own tables (test_task_space.py): space -> task: encoding, in order
+    "named": (DiscreteTaskSpace(Discrete(3), ["a", "b", "c"]), dict(zip("abc", range(3)))),
+    "number": (DiscreteTaskSpace(4), dict(zip(range(4), range(4)))),
+    "consecutive": (DiscreteTaskSpace(3, range(7, 10)), {7: 0, 8: 1, 9: 2}),
+    "places": (PLACES, dict(zip(itertools.product("abc", (1, 0)), itertools.product(range(3), range(2))))),
+    "flat": (
+        MultiDiscreteTaskSpace((3, 2), GRID_NAMES, flatten=True),
+        {("a", 1): 0, ("a", 0): 1, ("b", 1): 2, ("b", 0): 3, ("c", 1): 4, ("c", 0): 5},
+    ),
+    "unnamed": (MultiDiscreteTaskSpace(GRID), {(a, b): (a, b) for a in range(3) for b in range(2)}),
+    "offset": (
+        MultiDiscreteTaskSpace(MultiDiscrete([2, 2], start=[5, 0])),
+        {(a, b): (a, b) for a in (5, 6) for b in range(2)},
+    ),
+    "tuple": (
+        TupleTaskSpace((PLACES, DiscreteTaskSpace(3, ("X", "Y", "Z"))), space_names=("place", "kind")),
+        {(("c", 0), "X"): ((2, 1), 0), (("a", 1), "Z"): ((0, 0), 2), (("a", 0), "Y"): ((0, 1), 1)},
+    ),
+    "flat tuple": (
+        TupleTaskSpace((PLACES, ["X", "Y", "Z"]), space_names=None, flatten=True),
+        {(("a", 0), "Y"): 4, (("a", 1), "Y"): 1, (("c", 0), "Z"): 17},
+    ),
+    "mixed": (TupleTaskSpace((2, Discrete(2, start=3), ["x"])), {(1, 4, "x"): (1, 4, 0), (0, 3, "x"): (0, 3, 0)}),
+}
+
+
+@pytest.mark.parametrize("name", SYLLABUS)
+def test_spaces_of_syllabus(name):
+    space, table = SYLLABUS[name]
+    for task, encoding in table.items():
+        assert space.encode(task) == encoding and type(space.encode(task)) is type(encoding)
+        assert space.decode(encoding) == task and type(space.decode(encoding)) is type(task)
+        assert space.contains(encoding) and space.gym_space.contains(encoding)
+    assert len(space.tasks) == len(set(space.tasks)) == space.num_tasks and set(table) <= set(space.tasks)
+    for position, task in enumerate(space.tasks):  # C order: the last part varies fastest
+        encoding = space.encode(task)
+        assert space.decode(encoding) == task and space.index(encoding) == position
+        assert space.encoding(position) == encoding
+    assert {space.sample() for _ in range(40 * space.num_tasks)} == set(space.tasks)
+    draws = DomainRandomization(space, seed=1).sample(20)
+    assert all(space.contains(draw) for draw in draws)
+    space.seed(3)
+    samples = [space.sample() for _ in range(9)]
+    space.seed(3)
+    assert [space.sample() for _ in range(9)] == samples and isinstance(space, TaskSpace)
+
+
+@pytest.mark.parametrize(
+    "name,task,encoding",
+    [
+        ("named", "d", 3),
+        ("number", 4, 4),
+        ("consecutive", 10, 3),
+        ("places", ("b", 2), (1, 2)),
+        ("places", ("b",), (1,)),
+        ("flat", ("d", 1), 6),
+        ("flat", ("a", 1, 0), (0, 0)),
+        ("tuple", (("d", 0), "Y"), ((3, 0), 0)),
+        ("flat tuple", (("a", 0), "Y", 0), 18),
+        ("flat tuple", (("d", 0), "Y"), -1),
+        ("unnamed", (3, 0), (3, 0)),
+    ],
+)
+def test_spaces_of_syllabus_name_what_is_outside(name, task, encoding):
+    space = SYLLABUS[name][0]
+    for method, value in ((space.encode, task), (space.decode, encoding)):
+        with pytest.raises(ValueError) as error:
+            method(value)
+        assert repr(value) in str(error.value) and repr(space) in str(error.value)
+    assert not space.contains(encoding)
+
+
+def test_box_task_space_and_infinite_tuples():
+    space = BoxTaskSpace(Box(0, 1, (2, 2)))
+    for task in ([[0, 1], [1, 0]], [[0.5, 0.2], [0.1, 0.9]], space.sample()):
+        assert np.array_equal(space.decode(space.encode(task)), np.float32(task))
+    with pytest.raises(ValueError, match="BoxTaskSpace"):
+        space.encode([[1.2, 0], [0, 0]])
+    both = TupleTaskSpace((["x", "y"], space), seed=1)
+    kind, vector = both.sample()
+    encoding = both.encode((kind, vector))
+    assert kind in "xy" and encoding[0] in (0, 1) and np.array_equal(encoding[1], vector) and both.num_tasks is None
+
+
+@pytest.mark.parametrize(
+    "make,message",
+    [
+        (lambda: DiscreteTaskSpace(GRID), r"made of a number of tasks or a Discrete, found MultiDiscrete\(\[3 2\]\)"),
+        (lambda: DiscreteTaskSpace(0), "found 0"),
+        (lambda: DiscreteTaskSpace(3, ["a", "b"]), "2 tasks cannot name the 3"),
+        (lambda: DiscreteTaskSpace(2, ["a", "a"]), "found 'a' at position 1"),
+        (lambda: BoxTaskSpace(3), "a BoxTaskSpace is made of a Box, found 3"),
+        (lambda: MultiDiscreteTaskSpace([3, 2], [("a", "b", "c")]), "1 lists of tasks cannot name the 2 places"),
+        (lambda: MultiDiscreteTaskSpace([3, 2], [("a", "b"), (1, 0)]), "2 tasks cannot name the 3"),
+        (lambda: TupleTaskSpace(()), "a task space is"),
+        (lambda: TupleTaskSpace((2, 3), space_names=("a",)), "1 space_names .* cannot name 2 spaces"),
+        (lambda: TupleTaskSpace((2, Box(0, 1, (1,))), flatten=True), "flatten=True numbers the tasks, but .* is inf"),
+    ],
+)
+def test_bad_spaces_of_syllabus_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_lists_and_arrays_find_their_task_but_types_that_differ_do_not():
@@ -341,6 +455,142 @@ def test_wrapper_may_refuse_a_task_and_needs_a_place_for_its_goal():
         ChainTask(gym.make("CartPole-v1").unwrapped).reset()
 
 
+def test_the_goal_enters_the_observation_space():
+    cartpole = gym.make("CartPole-v1")
+    env = TaskWrapper(cartpole, DiscreteTaskSpace(3, "abc"), goal=True)
+    assert env.observation_space == Dict(observation=cartpole.observation_space, goal=MultiBinary(3))
+    obs, info = env.reset(new_task="b", seed=3)
+    assert obs["goal"].tolist() == [0, 1, 0] and info["task"] == "b" and env.observation_space.contains(obs)
+    assert np.array_equal(obs["observation"], cartpole.reset(seed=3)[0])
+    env.change_task("c")
+    assert env.step(0)[0]["goal"].tolist() == [0, 0, 1]
+
+    class Embedded(TaskWrapper):
+        def _encode_goal(self):
+            return np.full(2, len(self.task), np.float32)
+
+    inner = Chain()
+    inner.observation_space = Dict(place=Discrete(100))
+    env = Embedded(inner, goal=Box(0, 9, (2,)))
+    assert env.observation_space == Dict(place=Discrete(100), goal=Box(0, 9, (2,)))
+    obs = env.reset(new_task="abcd")[0]
+    assert obs["goal"].tolist() == [4, 4] and env.observation_space.contains(obs)
+    assert inner.observation_space == Dict(place=Discrete(100))  # not the environment's own
+    with pytest.raises(ValueError, match="goal=True encodes the task's place in its task_space: give that"):
+        TaskWrapper(cartpole, goal=True)
+
+
+def test_a_task_outside_the_wrappers_space_starts_no_episode():
+    env = ChainTask(Chain(), DiscreteTaskSpace(3, range(1, 4)))
+    env.reset(new_task=2)
+    with pytest.raises(ValueError, match="cannot encode 4"):
+        env.reset(new_task=4)
+    assert env.task == env.unwrapped.length == 2
+
+    class Broken(TaskWrapper):
+        def change_task(self, new_task):
+            super().change_task(new_task)
+            self.unwrapped.length = 6 // new_task
+
+    env = Broken(Chain())
+    env.reset(new_task=3)
+    with pytest.raises(ZeroDivisionError):
+        env.reset(new_task=0)
+    assert env.reset()[1]["task"] == 3 and env.unwrapped.length == 2
+
+
+class Race:
+    """A parallel environment as PettingZoo defines it: agent i leaves after lengths[i] steps."""
+
+    metadata, possible_agents, render_mode = {"name": "race_v0"}, ["fast", "slow"], None
+
+    def __init__(self, lengths):
+        self.lengths, self.agents = dict(zip(self.possible_agents, lengths)), []
+
+    @property
+    def unwrapped(self):
+        return self
+
+    def observation_space(self, agent):
+        return Box(0, 9, (1,))
+
+    def action_space(self, agent):
+        return Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.place, self.arguments = self.possible_agents[:], 0, (seed, options)
+        return {agent: np.zeros(1, np.float32) for agent in self.agents}, {agent: {"lane": 1} for agent in self.agents}
+
+    def step(self, actions):
+        self.place += 1
+        ended = {agent: self.place >= self.lengths[agent] for agent in self.agents}
+        obs = {agent: np.full(1, self.place, np.float32) for agent in self.agents}
+        self.agents = [agent for agent in self.agents if not ended[agent]]
+        return obs, dict.fromkeys(ended, 1.0), ended, dict.fromkeys(ended, False), {"common": {"lap": 1}}
+
+
+@pytest.mark.parametrize("lengths", [(2, 4), (3, 3)], ids=["one leaves early", "all at once"])  # SP-09, SP-10
+def test_pettingzoo_wrapper_tells_every_agent_its_task(lengths):
+    class Lanes(PettingZooTaskWrapper):
+        def change_task(self, new_task):
+            self.lane = new_task  # sets no task: reset does
+
+    env = Lanes(Race(lengths), TaskSpace(["left", "right"]), goal=True)
+    obs, infos = env.reset(3, {"a": 1}, new_task="right")
+    assert env.arguments == (3, {"a": 1}) and env.lane == env.task == "right" and env.metadata["name"] == "race_v0"
+    assert infos == {agent: {"lane": 1, "task": "right", "task_completion": 0.0} for agent in env.possible_agents}
+    assert env.observation_space("fast") is env.observation_space("fast")
+    for step in range(1, max(lengths) + 1):
+        live = env.agents[:]
+        obs, rewards, terminations, truncations, infos = env.step(dict.fromkeys(live, 0))
+        assert infos.pop("common") == {"lap": 1}
+        assert list(obs) == list(infos) == list(rewards) == live
+        done = 1.0 if step == max(lengths) else 0.0
+        assert all(info == {"task": "right", "task_completion": done} for info in infos.values())
+        for agent in live:
+            assert obs[agent]["goal"].tolist() == [0, 1] and obs[agent]["observation"].tolist() == [step]
+            assert env.observation_space(agent).contains(obs[agent])
+    assert not env.agents and env.reset(seed=1)[1]["slow"]["task"] == "right" and env.arguments == (1, None)
+    with pytest.raises(ValueError, match="cannot encode 'up'"):
+        env.reset(new_task="up")
+
+
+def test_pettingzoo_wrapper_forwards_falsy_values_and_pickles():
+    env = PettingZooTaskWrapper(Race((1, 1)))
+    env.env.level = 0
+    assert env.level == 0 and env.render_mode is None and env.agents == [] and env.unwrapped is env.env
+    with pytest.raises(AttributeError, match="no_such"):
+        env.no_such_thing  # noqa: B018
+    again = pickle.loads(pickle.dumps(env))
+    assert again.reset(new_task=5)[1]["fast"]["task"] == 5 and again.env.level == 0
+
+
+def test_pettingzoo_wrapper_on_its_rock_paper_scissors():
+    pytest.importorskip("pettingzoo", reason="scripts/test brings pettingzoo")
+    from pettingzoo.classic import rps_v2
+    from pettingzoo.test import parallel_api_test
+
+    class Rounds(PettingZooTaskWrapper):
+        def change_task(self, new_task):
+            self.unwrapped.max_cycles = new_task
+
+    env = Rounds(rps_v2.parallel_env(), DiscreteTaskSpace(20), goal=True)
+    for rounds in (3, 5):
+        env.reset(new_task=rounds, seed=1)
+        while env.agents:
+            completion = env.step(dict.fromkeys(env.agents, 0))[4]["player_0"]["task_completion"]
+            rounds -= 1
+            assert completion == (rounds == 0)
+    parallel_api_test(env, num_cycles=30)
+    plain = PettingZooTaskWrapper(rps_v2.parallel_env(max_cycles=2))
+    plain.reset(new_task="any", seed=0)
+    for _ in range(2):
+        obs, rewards, _, _, infos = plain.step({"player_0": 0, "player_1": 1})  # rock, paper
+    assert rewards == {"player_0": -1, "player_1": 1} and not plain.agents
+    assert [infos[agent]["task_completion"] for agent in plain.possible_agents] == [1, 1]
+    plain.close()
+
+
 def test_twenty_thousand_task_changes_leak_nothing():  # SYN-14
     space = TaskSpace([f"task {i}" for i in range(1, 50)], seed=0)
 
@@ -377,5 +627,12 @@ print(*sorted(curricula.__all__))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    names = "Curriculum DomainRandomization PrioritizedLevelReplay SyncQueue TaskSpace TaskWrapper"
+    names = (
+        "AsyncPrioritizedLevelReplay BatchedDomainRandomization BoxTaskSpace Constant Curriculum "
+        "DiscreteTaskSpace DomainRandomization DualCurriculum ExpandingBox FictitiousSelfPlay "
+        "GymnasiumSyncWrapper Learnability LearningProgress Manual MultiDiscreteTaskSpace OMNI "
+        "OnlineLearningProgress PettingZooSyncWrapper PettingZooTaskWrapper PrioritizedFictitiousSelfPlay "
+        "PrioritizedLevelReplay SelfPlay SequentialCurriculum SimulatedAnnealing SyncQueue TaskSpace "
+        "TaskWrapper TupleTaskSpace make_multiprocessing_curriculum "
+    )
     assert done.stdout.split() == names.split()
