@@ -13,13 +13,13 @@ Hopper-v4 by the second, seed 1: 3,404 (commit b71df4f).
 Differs from the paper: truncation is not termination (the value of the true final observation is bootstrapped).
 """
 
+import atexit
 import difflib
 import fcntl
 import hashlib
 import importlib
 import json
 import math
-import multiprocessing
 import os
 import platform
 import re
@@ -33,6 +33,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Literal
 
@@ -103,6 +104,8 @@ class Args:
     def __post_init__(self):
         check_args(self)
         check_env_id(self.env_id, self.vectorization)
+        if self.capture_video and self.vectorization == "envpool":
+            raise ValueError("--capture-video: envpool renders no frames, use --vectorization sync or async")
 
 
 def check_args(args):
@@ -112,16 +115,16 @@ def check_args(args):
         ("update_epochs", 1, math.inf), ("total_timesteps", 1, math.inf), ("learning_rate", 0, math.inf),
         ("gamma", 0, 1), ("gae_lambda", 0, 1), ("clip_coef", 0, math.inf), ("ent_coef", 0, math.inf),
         ("vf_coef", 0, math.inf), ("max_grad_norm", 0, math.inf), ("target_kl", 0, math.inf), ("seed", 0, math.inf),
-        ("eval_seed", 0, math.inf), ("eval_interval", 0, math.inf), ("eval_episodes", 1, math.inf),
+        ("eval_seed", 0, 2**64 - 1), ("eval_interval", 0, math.inf), ("eval_episodes", 1, math.inf),
         ("checkpoint_interval", 1, math.inf), ("keep_checkpoints", 1, math.inf), ("log_interval", 1, math.inf),
-        ("torch_threads", 0, math.inf),
+        ("torch_threads", 0, 1024),
     ):  # fmt: skip
         value = getattr(args, name)
-        if value is not None and not (low <= value <= high and math.isfinite(value)):
+        if value is not None and not (low <= value <= high and value < math.inf):
             limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
             raise ValueError(f"--{name.replace('_', '-')} {value}: it must be a number {limits}")
     args.batch_size = args.num_envs * args.num_steps
-    args.num_updates = math.ceil(args.total_timesteps / args.batch_size)
+    args.num_updates = -(-args.total_timesteps // args.batch_size)
     shape = f"num_envs {args.num_envs} x num_steps {args.num_steps} = {args.batch_size}"
     if args.total_timesteps < args.batch_size:
         raise ValueError(f"--total-timesteps {args.total_timesteps} is less than one rollout, {shape}: ask for more")
@@ -205,9 +208,6 @@ class Episodes(gym.Wrapper):
 
 def make_env(env_id, seed, index=0, video_folder=None):
     """One Gymnasium environment with a Box observation; with a folder, environment 0 films its first episode."""
-    if multiprocessing.parent_process() is not None:  # in a worker: signals to the whole group are for the parent
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
     env = gym.make(env_id, render_mode="rgb_array" if video_folder else None)
     if video_folder and index == 0:
         env = gym.wrappers.RecordVideo(env, str(video_folder), episode_trigger=lambda n: n == 0)
@@ -223,9 +223,62 @@ def make_envs(env_id, vectorization, seeds, video_folder=None):
 
         ints = [int(seed.generate_state(1)[0] % 2**31) for seed in seeds]
         return VectorEnvs(envpool.make(env_id, env_type="gymnasium", num_envs=len(ints), seed=ints), len(ints))
-    vector = {"sync": gym.vector.SyncVectorEnv, "async": gym.vector.AsyncVectorEnv}[vectorization]
+    vector = {"sync": gym.vector.SyncVectorEnv, "async": AsyncEnvs}[vectorization]
     makers = [partial(make_env, env_id, seed, i, video_folder) for i, seed in enumerate(seeds)]
     return VectorEnvs(vector(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP), len(makers))
+
+
+class WorkerPipe:
+    """This process's end of the pipe to one environment's: a RunError names what died or does not answer."""
+
+    TIMEOUT_S = 60  # for a step; ten times that to start, or to play an unfinished episode again
+
+    def __init__(self, index, pipe, process):
+        self.name, self.pipe, self.process = f"environment {index} (process {process.pid})", pipe, process
+        self.close = pipe.close
+
+    def send(self, message):
+        self.limit = self.TIMEOUT_S * (1 if message[0] == "step" else 10)
+        with suppress(OSError):  # it died: `recv` says how
+            self.pipe.send(message)
+
+    def recv(self):
+        if not any(self.pipe.poll(1) for _ in range(self.limit)):  # counted so: a Ctrl-Z that stops all is no time-out
+            raise RunError(f"{self.name} gave no answer for {self.limit} s")
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(2)
+            raise RunError(f"{self.name} died with exit code {self.process.exitcode}") from None
+
+
+class AsyncEnvs(gym.vector.AsyncVectorEnv):
+    """A process per environment. Each wait for one ends, by a RunError at the latest, and so does `close`."""
+
+    def __init__(self, makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP):
+        self.processes = []
+        atexit.register(self.close)  # before multiprocessing's, which waits for processes that no SIGTERM ends
+        # They inherit blocked signals: what is sent to the whole group is for this process to answer.
+        resource_tracker.ensure_running()  # its own start would unblock them
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+        try:
+            super().__init__(makers, autoreset_mode=autoreset_mode)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
+    def _check_spaces(self):  # all processes are started: the last step of the constructor, and the first wait
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+        self.parent_pipes = list(map(WorkerPipe, range(self.num_envs), self.parent_pipes, self.processes))
+        super()._check_spaces()
+
+    def close(self, **_):  # gymnasium's own waits for answers that Ctrl-C or a death cut off
+        started = [process for process in self.processes if process.pid]
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()
+        self.closed = True
+        atexit.unregister(self.close)
 
 
 class VectorEnvs:
@@ -294,12 +347,7 @@ class VectorEnvs:
         self.envs.call("set_state", state["episodes"])
 
     def close(self):
-        if not isinstance(self.envs, gym.vector.AsyncVectorEnv):
-            return self.envs.close()
-        for process in self.envs.processes:  # its own close would wait for answers that Ctrl-C or a death cut off
-            process.kill()
-            process.join()
-        self.envs.closed = True
+        self.envs.close()
 
 
 class EpisodeStats:
@@ -429,6 +477,8 @@ class Agent(nn.Module):
     def act(self, obs, generator=None):
         """obs (B, *obs_shape) -> actions, their log-probabilities (B,), values (B,). No generator: the mode."""
         out, value = self(obs)
+        if not torch.isfinite(out.sum() + value.sum()):
+            require_finite(policy_output=out, value=value)
         distribution = self.distribution(out)
         if generator is None:
             action = distribution.mode
@@ -520,34 +570,46 @@ def pack(state):
     return state.item() if isinstance(state, np.generic) else state
 
 
+@contextmanager
+def writing(path):
+    """RunError that names `path` if the disk is full, the folder is gone and the like."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise RunError(f"cannot write {path}: {error}. What was there before is intact") from error
+
+
 def write_atomically(path, write):
     """Calls write(file) on a temporary neighbour, which replaces `path` only when it is safely on disk."""
     temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"cannot write {path}: {error}. What was there before is intact") from error
+    with writing(path):
+        try:
+            with open(temporary, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def save_checkpoint(folder, state, keep):
     """Writes folder/<global_step>.pt, then removes all but the `keep` newest."""
-    folder.mkdir(exist_ok=True)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
     write_atomically(folder / f"{state['global_step']:012d}.pt", partial(torch.save, state))
     for old in sorted(folder.glob("*.pt"))[:-keep]:
         old.unlink()
 
 
-def load_checkpoint(folder, config):
-    """The newest checkpoint that can be read, or None. RunError if it was made by another configuration."""
+def load_checkpoint(folder, config, names):
+    """The newest checkpoint that can be read and has `names`, or None. RunError if another configuration made it."""
     paths = sorted(folder.glob("*.pt"), reverse=True)
     for path in paths:
         try:
             state = torch.load(path, weights_only=True, map_location="cpu")
+            if missing := {"config", *names} - state.keys():
+                raise KeyError(*missing)
         except Exception as error:  # a damaged file can raise anything
             print(f"warning: {path} cannot be read ({type(error).__name__}); trying the one before", file=sys.stderr)
             continue
@@ -563,15 +625,15 @@ def load_checkpoint(folder, config):
 
 @contextmanager
 def no_interrupt():
-    """Lets Ctrl-C wait for the end of the block: torch.save and TensorBoard's queue break when they are cut short."""
+    """Lets Ctrl-C wait for the end of the block: torch.save breaks, and a row is torn, when it is cut short."""
     received = []
-    before = signal.signal(signal.SIGINT, lambda *_: received.append(True))
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if received:
-        raise KeyboardInterrupt
+    for number in received[:1]:
+        signal.raise_signal(number)
 
 
 def finite(row):
@@ -584,6 +646,7 @@ class RunLogger:
 
     As a context manager it turns the ways a run can end into what is left behind: SIGTERM or SIGUSR1 end it after the
     update (exit 75), Ctrl-C at once (exit 130), both with a checkpoint; an error keeps the checkpoints as they are.
+    The signals are its own from the constructor on.
     """
 
     # These do not change what a run computes, so the same folder serves them all.
@@ -592,13 +655,15 @@ class RunLogger:
 
     def __init__(self, args):
         self.args, self.start, self.wall_s = args, time.time(), 0.0
-        self.last_step, self.state, self.signal, self.result = 0, None, None, None
+        self.last_step, self.state, self.result = 0, None, None
         self.metrics = self.evals = self.tb = None  # opened by `restore`
+        self.signals, numbers = [], (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        self.handlers = {number: signal.signal(number, partial(self.stop, self.signals)) for number in numbers}
         values = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
         self.config = {key: value for key, value in values.items() if key not in self.UNHASHED}
         self.id = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:8]
         names = args.exp_name, args.env_id, f"seed{args.seed}-{self.id}"
-        self.dir = Path(args.run_dir, *(re.sub(r"[^\w.-]+", "-", name) for name in names))
+        self.dir = Path(args.run_dir, *(re.sub(r"[^\w.-]+|^\.+", "-", name) for name in names))
         script = Path(sys.modules[type(args).__module__].__file__)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -610,12 +675,14 @@ class RunLogger:
         except BlockingIOError:
             self.lock.seek(0)
             raise RunError(f"{self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir") from None
-        self.lock.truncate(0)
-        print(f"pid {os.getpid()} on {socket.gethostname()}", end="", file=self.lock, flush=True)
+        with writing(self.dir / "lock"):
+            self.lock.truncate(0)
+            print(f"pid {os.getpid()} on {socket.gethostname()}", end="", file=self.lock, flush=True)
         self.checkpoints = self.dir / "checkpoints"
-        if args.resume == "never" and (self.dir / "metrics.jsonl").exists():
+        if args.resume == "never" and ((self.dir / "metrics.jsonl").exists() or any(self.checkpoints.glob("*.pt"))):
             raise RunError(f"--resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
-        self.code_sha = hashlib.sha256(script.read_bytes()).hexdigest()
+        code = script.read_bytes()
+        self.code_sha = hashlib.sha256(code).hexdigest()
         git = partial(subprocess.run, cwd=script.resolve().parent, capture_output=True, text=True)
         self.config_json = {
             "args": values, "argv": sys.argv, "script_sha256": self.code_sha,
@@ -625,16 +692,23 @@ class RunLogger:
             "torch": torch.__version__, "numpy": np.__version__, "gymnasium": gym.__version__,
         }  # fmt: skip
         if (self.dir / "result.json").exists():
-            self.result = json.loads((self.dir / "result.json").read_text())
-            return
-        write_atomically(self.dir / "config.json", lambda f: f.write(json.dumps(self.config_json, indent=1).encode()))
-        shutil.copyfile(script, self.dir / "code.py")
+            try:
+                self.result = json.loads((self.dir / "result.json").read_text())
+            except ValueError as error:
+                message = f"{self.dir}/result.json is damaged: {error}. Remove it: the same command then makes it anew"
+                raise RunError(message) from error
+        if self.result is None and not args.eval_only:
+            config = json.dumps(self.config_json, indent=1).encode()
+            write_atomically(self.dir / "config.json", lambda f: f.write(config))
+            write_atomically(self.dir / "code.py", lambda f: f.write(code))
 
-    def restore(self):
-        """The state to go on from, or None for a new run; rows logged after it are dropped: they will come again."""
-        from torch.utils.tensorboard import SummaryWriter
+    def restore(self, parts):
+        """The state to go on from, with that of each of `parts`, or None for a new run. Rows logged after it are
+        dropped: they will come again."""
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        state = load_checkpoint(self.checkpoints, self.config)
+        names = "code_sha", "wall_s", "update", "global_step", "row", "next_obs", *parts
+        state = load_checkpoint(self.checkpoints, self.config, names)
         if state is None and (self.args.resume == "must" or self.args.eval_only):
             raise RunError(f"{self.checkpoints} holds no checkpoint to go on from: train first, with --resume auto")
         if state is not None and state["code_sha"] != self.code_sha:
@@ -645,46 +719,64 @@ class RunLogger:
             step, self.first_update, self.wall_s = state["global_step"], state["update"], state["wall_s"]
         self.last_step = max(step, 0)
         for path in (self.dir / "metrics.jsonl", self.dir / "eval.jsonl"):
-            lines = path.read_text().splitlines() if path.exists() and not self.args.eval_only else []
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["global_step"] <= step]
-            if len(kept) < len(lines):
-                write_atomically(path, lambda f, kept=kept: f.write("".join(f"{row}\n" for row in kept).encode()))
-        self.metrics, self.evals = open(self.dir / "metrics.jsonl", "a"), open(self.dir / "eval.jsonl", "a")
-        self.tb = SummaryWriter(self.dir / "tb", purge_step=step + 1)
+            text, kept, damaged = path.read_text(errors="replace") if path.exists() else "", "", []
+            for line in text.splitlines():
+                try:
+                    kept += f"{line}\n" if json.loads(line)["global_step"] <= step or self.args.eval_only else ""
+                except (ValueError, KeyError, TypeError):
+                    damaged.append(line)
+            if damaged:
+                print(f"warning: {path}: {len(damaged)} damaged rows dropped: {damaged[0][:60]!r}", file=sys.stderr)
+            if kept != text:
+                write_atomically(path, lambda f, kept=kept: f.write(kept.encode()))
+        with writing(self.dir):
+            self.metrics, self.evals = open(self.dir / "metrics.jsonl", "a"), open(self.dir / "eval.jsonl", "a")
+            (self.dir / "tb").mkdir(exist_ok=True)
+            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+            self.tb = RecordWriter(open(self.dir / "tb" / name, "ab"))
+        self.write_event(file_version="brain.Event:2")
+        self.write_event(step=step + 1, session_log={"status": "START"})  # hides what was logged from that step on
         return state
 
     def __enter__(self):
         self.last_time, self.last_line, self.eval_return = time.time(), time.time(), None
         self.wandb = None
         if self.args.track:
-            import wandb
+            try:
+                import wandb
 
-            self.wandb = wandb.init(project=self.args.wandb_project_name, entity=self.args.wandb_entity,
-                                    id=f"{self.dir.parent.name}-{self.dir.name}", resume="allow", dir=self.dir,
-                                    config=self.config_json, name=str(self.dir))  # fmt: skip
+                self.wandb = wandb.init(project=self.args.wandb_project_name, entity=self.args.wandb_entity,
+                                        id=f"{self.dir.parent.name}-{self.dir.name}", resume="allow", dir=self.dir,
+                                        config=self.config_json, name=str(self.dir))  # fmt: skip
+            except Exception as error:  # not installed, no key, no network
+                raise RunError(f"--track: {error!r} (WANDB_MODE=offline needs no key)") from error
             self.wandb.define_metric("*", step_metric="global_step")
         progress = {"auto": "bar" if sys.stderr.isatty() else "log"}.get(self.args.progress, self.args.progress)
         self.bar = tqdm(bar_format="{desc}") if progress == "bar" else None
         self.show = {"bar": lambda line: self.bar.set_description_str(line), "log": self.every_30_s}.get(progress)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda received, frame: setattr(self, "signal", received))
         return self
 
-    @no_interrupt()
+    @staticmethod  # so that the handler holds no run, which would hold its lock
+    def stop(signals, number, frame):
+        signals.append(number)
+        if number == signal.SIGINT:  # one is enough: a second would cut the clean-up short
+            signal.signal(number, signal.SIG_IGN)
+            raise SystemExit(130)
+
     def __exit__(self, kind, error, traceback):
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-        if interrupted and self.state is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stopped = kind is SystemExit and error.code in (75, 130)
+        if stopped and error.code == 130 and self.state is not None:
             save_checkpoint(self.checkpoints, self.state, self.args.keep_checkpoints)
-        stopped = interrupted or (kind is SystemExit and error.code == 75)
+            print(f"interrupted: the same command goes on from {self.checkpoints}", file=sys.stderr)
         self.status("finished" if kind is None else "interrupted" if stopped else "failed")
         for sink in (self.metrics, self.evals, self.tb, self.bar, self.lock):
             with suppress(OSError, AttributeError):  # a full disk again; no bar
                 sink.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=int(kind is not None))
-        if interrupted:
-            print(f"interrupted: the same command goes on from {self.checkpoints}", file=sys.stderr)
-            raise SystemExit(130) from None
+        for number, handler in () if stopped else self.handlers.items():  # else: another signal could hit the exit
+            signal.signal(number, handler)
 
     def every_30_s(self, line):
         if time.time() - self.last_line >= 30:
@@ -695,17 +787,20 @@ class RunLogger:
     def checkpoint(self, state, due):
         """At the top of each update: keeps the packed state for Ctrl-C; writes it when due or when asked to stop."""
         self.state = pack(state) | {"config": self.config, "code_sha": self.code_sha, "wall_s": self.elapsed()}
-        if due or self.signal:
+        if due or self.signals:
             save_checkpoint(self.checkpoints, self.state, self.args.keep_checkpoints)
-        if self.signal:
-            print(f"stopped by {signal.Signals(self.signal).name}: the same command goes on from here", file=sys.stderr)
-            raise SystemExit(75)
+        if self.signals:
+            name = signal.Signals(self.signals[0]).name
+            print(f"stopped by {name}: the same command goes on from here", file=sys.stderr)
+            raise SystemExit(130 if name == "SIGINT" else 75)
 
     def elapsed(self):
         """Seconds of work on this run, those before a resume included."""
         return self.wall_s + time.time() - self.start
 
     def status(self, state):
+        if self.args.eval_only:  # the run stays what it was
+            return
         row = {"state": state, "step": self.last_step, "pid": os.getpid(), "host": socket.gethostname(),
                "heartbeat": time.time()}  # fmt: skip
         with suppress(OSError):  # a full disk has been reported already, by what matters more
@@ -719,11 +814,10 @@ class RunLogger:
         self.last_step, self.last_time = step, now
         row = finite(row)
         self.write(self.metrics, {"global_step": step, "wall_s": round(self.elapsed(), 3)} | row)
-        for key, value in row.items():
-            if value is not None:
-                self.tb.add_scalar(key, value, step)
+        known = {key: value for key, value in row.items() if value is not None}
+        self.write_event(step=step, summary={"value": [{"tag": k, "simple_value": v} for k, v in known.items()]})
         if self.wandb is not None:
-            self.wandb.log({"global_step": step} | {key: value for key, value in row.items() if value is not None})
+            self.wandb.log({"global_step": step} | known)
         self.status("running")
         self.eval_return = row.get("eval/return_mean", self.eval_return)
         if self.show:
@@ -733,16 +827,22 @@ class RunLogger:
             speed = f"{row['charts/SPS']:.0f} sps | ret {ret} | test {test} | eta {timedelta(seconds=int(left))}"
             self.show(f"{done} | {speed}")
 
+    def write_event(self, **fields):
+        """Appends to TensorBoard's file. Not by SummaryWriter, whose thread meets a full disk with a traceback."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        with writing(self.dir / "tb"):
+            self.tb.write(Event(wall_time=time.time(), **fields).SerializeToString())
+            self.tb.flush()
+
     def log_eval(self, step, rows):
         """One row of eval.jsonl per evaluation episode."""
         for row in rows:
             self.write(self.evals, {"global_step": step} | row)
 
     def write(self, file, row):
-        try:
+        with writing(file.name):
             print(json.dumps(row), file=file, flush=True)
-        except OSError as error:
-            raise RunError(f"cannot write {file.name}: {error}. The last checkpoint is intact") from error
 
     def finish(self, result):
         """result.json, written last: its presence means that the run is complete."""
@@ -858,7 +958,7 @@ def train(args):
 
     with run, closing(envs):
         # region: restore
-        state = run.restore()
+        state = run.restore(parts)
         if state is not None:
             first_update, global_step, row = state["update"], state["global_step"], state["row"]
             for name, part in parts.items():
@@ -930,6 +1030,9 @@ def train(args):
                         break
                 if stop:
                     break
+            with torch.no_grad():  # before a checkpoint can hold them
+                out, value = agent(next_obs)
+            require_finite(**dict(agent.named_parameters()), policy_output=out, squared_value=value**2)
 
             # Log and evaluate.
             last = update + 1 == args.num_updates

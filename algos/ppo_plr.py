@@ -137,14 +137,8 @@ class Args:
     def __post_init__(self):
         check_args(self)
         env_spec(self.env_id)
-        at_least = {
-            "num_levels": 1,
-            "start_level": 0,
-            "num_workers": 0,
-            "micro_batch_size": 1,
-            "final_eval_episodes": 1,
-        }
-        for name, low in at_least.items():
+        at_least = {"num_levels": 1, "start_level": 0, "num_workers": 0}
+        for name, low in (at_least | {"micro_batch_size": 1, "final_eval_episodes": 1}).items():
             if getattr(self, name) < low:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be at least {low}")
         if self.start_level + self.num_levels >= 2**31 - 1:
@@ -155,7 +149,9 @@ class Args:
             raise ValueError(f"--num-workers {self.num_workers} for --num-envs {self.num_envs}: at most one a worker")
         if not 0 <= self.reward_gamma < 1:
             raise ValueError(f"--reward-gamma {self.reward_gamma}: it must be at least 0 and below 1")
-        make_curriculum(self, seed=0)  # checks its own arguments
+        if self.curriculum != "dr" and self.num_levels > 10**7:
+            raise ValueError(f"--num-levels {self.num_levels}: PLR keeps a score a level, for 10^7 at most; or dr")
+        make_plr(self, num_levels=1)  # checks its own arguments, also those that dr does not use
 
 
 # Copied from algos/ppo.py:check_args
@@ -166,16 +162,16 @@ def check_args(args):
         ("update_epochs", 1, math.inf), ("total_timesteps", 1, math.inf), ("learning_rate", 0, math.inf),
         ("gamma", 0, 1), ("gae_lambda", 0, 1), ("clip_coef", 0, math.inf), ("ent_coef", 0, math.inf),
         ("vf_coef", 0, math.inf), ("max_grad_norm", 0, math.inf), ("target_kl", 0, math.inf), ("seed", 0, math.inf),
-        ("eval_seed", 0, math.inf), ("eval_interval", 0, math.inf), ("eval_episodes", 1, math.inf),
+        ("eval_seed", 0, 2**64 - 1), ("eval_interval", 0, math.inf), ("eval_episodes", 1, math.inf),
         ("checkpoint_interval", 1, math.inf), ("keep_checkpoints", 1, math.inf), ("log_interval", 1, math.inf),
-        ("torch_threads", 0, math.inf),
+        ("torch_threads", 0, 1024),
     ):  # fmt: skip
         value = getattr(args, name)
-        if value is not None and not (low <= value <= high and math.isfinite(value)):
+        if value is not None and not (low <= value <= high and value < math.inf):
             limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
             raise ValueError(f"--{name.replace('_', '-')} {value}: it must be a number {limits}")
     args.batch_size = args.num_envs * args.num_steps
-    args.num_updates = math.ceil(args.total_timesteps / args.batch_size)
+    args.num_updates = -(-args.total_timesteps // args.batch_size)
     shape = f"num_envs {args.num_envs} x num_steps {args.num_steps} = {args.batch_size}"
     if args.total_timesteps < args.batch_size:
         raise ValueError(f"--total-timesteps {args.total_timesteps} is less than one rollout, {shape}: ask for more")
@@ -362,20 +358,25 @@ class PrioritizedLevelReplay(Curriculum):
     ADVANTAGE_SCORES = ("gae", "signed_value_loss", "value_l1", "positive_value_loss")
     EPISODE_SCORES = ("grounded_signed_value_loss", "grounded_positive_value_loss", "max_mc", "learnability")
     SCORES = (*LOGIT_SCORES, *ADVANTAGE_SCORES, *EPISODE_SCORES, "one_step_td_error", "uniform")
+    UNIT_SCORES = (*LOGIT_SCORES, "learnability", "uniform")  # in [0, 1]
     TRANSFORMS = ("rank", "power", "softmax", "eps_greedy", "max", "constant", "match", "match_rank")
 
     def __init__(self, task_space, *, score="value_l1", score_transform="rank", temperature=0.1, staleness_coef=0.1,
                  staleness_transform="power", staleness_temperature=1.0, rho=1.0, replay_prob=0.5,
                  replay_schedule="proportionate", alpha=1.0, epsilon=0.05, max_score_coef=0.0, robust=False,
                  buffer_size=None, seed=None):  # fmt: skip
+        if not isinstance(task_space, (int, np.integer)) and not hasattr(task_space, "num_tasks"):
+            raise ValueError(f"task_space={task_space!r}: must be a number or a TaskSpace (made of a list, a space)")
         super().__init__(task_space, seed=seed)
         unit, positive, schedules = "in [0, 1]", "above 0 and finite", ("proportionate", "fixed")
         ages = self.TRANSFORMS[:6]  # an age is no success rate
+        rates = self.SCORES if score_transform in ages else self.UNIT_SCORES
         sized = buffer_size is None or buffer_size % 1 == 0 < buffer_size
         for name, value, valid, allowed in (
             ("task_space", task_space, self.num_tasks is not None, "countable: a level is known by its number"),
             ("score", score, score in self.SCORES, f"one of {self.SCORES}"),
             ("score_transform", score_transform, score_transform in self.TRANSFORMS, f"one of {self.TRANSFORMS}"),
+            ("score", score, score in rates, f"one of {rates} for {score_transform}, which takes success rates"),
             ("temperature", temperature, 0 < temperature < np.inf, positive),
             ("staleness_coef", staleness_coef, 0 <= staleness_coef <= 1, unit),
             ("staleness_transform", staleness_transform, staleness_transform in ages, f"one of {ages}"),
@@ -538,12 +539,14 @@ class PrioritizedLevelReplay(Curriculum):
             raise ValueError(f"score={self.score!r} needs logits, found None: use one of {self.ADVANTAGE_SCORES}")
 
         def checked(name, x, extra_rows=0, dtype=np.float64, last=()):
-            x, shape = np.asarray(x, dtype), (len(tasks) + extra_rows, tasks.shape[1], *last)
+            x, shape = np.asarray(x), (len(tasks) + extra_rows, tasks.shape[1], *last)
             if x.shape != shape:
                 raise ValueError(f"{name} has shape {x.shape}: must be {shape}, as tasks is {tasks.shape}")
-            if not np.isfinite(x).all():
-                raise ValueError(f"{name} holds {x[~np.isfinite(x)][0]}: must be finite")
-            return x
+            good = np.abs(x) < 1e100 if dtype is np.float64 else (x == 0) | (x == 1)  # sums and products stay finite
+            if not good.all():
+                allowed = "finite and below 1e100" if dtype is np.float64 else "True or False"
+                raise ValueError(f"{name} holds {x[~good][0]}: must be {allowed}")
+            return x.astype(dtype)
 
         rewards, values = checked("rewards", rewards), checked("values", values, 1)
         before, dones = np.split(checked("dones", dones, 1, bool), [1])
@@ -634,8 +637,6 @@ class PrioritizedLevelReplay(Curriculum):
         level, score = episode["level"], episode["mean"]
         if self.max_score_coef:
             score += self.max_score_coef * (episode["max"] - score)
-        if "match" in self.score_transform and not -1e-9 <= score <= 1 + 1e-9:
-            raise ValueError(f"level {level} has score {score}: {self.score_transform} takes success rates, in [0, 1]")
         known = level in self._slots
         slot = self._slots[level] if known else self._admit(level, self.alpha * score)
         if slot is None:
@@ -718,7 +719,7 @@ class SyncQueue:
     """
 
     def __init__(self, num_envs, *, task_shape=(), task_dtype=np.int64, prefetch=2, capacity=64, timeout=60.0):
-        if min(num_envs, prefetch, capacity, timeout) <= 0:
+        if not all(x > 0 for x in (num_envs, prefetch, capacity, timeout)):
             found = f"num_envs={num_envs}, prefetch={prefetch}, capacity={capacity}, timeout={timeout}"
             raise ValueError(f"a SyncQueue needs sizes and a timeout above 0, found {found}")
         record = [("env_id", "i8"), ("task", task_dtype, task_shape), ("episode_return", "f8"), ("length", "i8")]
@@ -753,6 +754,7 @@ class SyncQueue:
         return task if task.shape else task.item()
 
     def tasks_waiting(self, env_id):
+        self._check_env(env_id)
         return int(self._envs["put"][env_id] - self._envs["got"][env_id])
 
     def put_episode(self, env_id, task, episode_return, length, progress):
@@ -772,6 +774,7 @@ class SyncQueue:
 
     def report_error(self, env_id, traceback_text):
         """Worker: the learner's next look at the queue will raise this text (its last 8 KiB)."""
+        self._check_env(env_id)
         text, cut = traceback_text.encode(errors="backslashreplace"), b"[the beginning is cut off]\n"
         self._envs["error"][env_id] = text if len(text) <= 8192 else cut + text[len(cut) - 8192 :]
         self._fence()
@@ -812,9 +815,18 @@ class SyncQueue:
 
     def _checked(self, encoding):
         task, ring = np.asarray(encoding), self._envs["tasks"]
-        if task.shape != ring.shape[2:] or not np.can_cast(task.dtype, ring.dtype, "same_kind"):
+        fits = task.shape == ring.shape[2:] and np.can_cast(task.dtype, ring.dtype, "same_kind")
+        if fits and task.dtype != ring.dtype:  # of other kinds every value must stay, of floats all but the last digits
+            with np.errstate(over="ignore"):
+                given, task = task, task.astype(ring.dtype)
+            fits = (np.isfinite(task) == np.isfinite(given) if given.dtype.kind in "fc" else task == given).all()
+        if not fits:
             raise ValueError(f"task {encoding!r} is not an encoding of shape {ring.shape[2:]}, dtype {ring.dtype}")
         return task
+
+    def _check_env(self, env_id):
+        if not 0 <= env_id < self.num_envs:  # -1 would be the last
+            raise IndexError(f"environment {env_id} is not in 0..{self.num_envs - 1}")
 
     def _append(self, env_id, ring, head, tail, entry, stuck):
         ring, head, tail = (self._envs[name] for name in (ring, head, tail))
@@ -832,8 +844,7 @@ class SyncQueue:
 
     def _wait(self, env_id, ready, stuck):
         """Until `ready()`: a short spin, then naps of up to 1 ms. Raises if the other side fails, dies or closes."""
-        if not 0 <= env_id < self.num_envs:
-            raise IndexError(f"environment {env_id} is not in 0..{self.num_envs - 1}")
+        self._check_env(env_id)
         start, naps = time.monotonic(), 0
         while self._envs["closed"][env_id] or not ready():
             waited = time.monotonic() - start
@@ -1092,8 +1103,10 @@ class WorkerEnvs(LevelEnvs):
     """LevelEnvs in `num_workers` processes, each with a slice of the environments: the same results to the bit.
 
     Spawned: a fork would copy the locks of torch's and the loggers' threads in whatever state they are. The memory has
-    no name, so nothing can stay in /dev/shm. A worker that raised or died is a RuntimeError of the next call.
+    no name, so nothing can stay in /dev/shm. A worker that raised, died or does not answer is a RunError of `run`.
     """
+
+    TIMEOUT_S = 90  # for a step: above the queue's, whose error says more; ten times that to start or to restore
 
     def __init__(self, env_id, queue, env_ids, start_level, distribution_mode, num_workers):
         dtype, context = self.layout(env_id), multiprocessing.get_context("spawn")
@@ -1117,11 +1130,14 @@ class WorkerEnvs(LevelEnvs):
             with suppress(BrokenPipeError):  # it died: what it left in the pipe, or its exit code, says why
                 conn.send((method, items[rows]))
         answers, waiting = {}, {conn: rest for conn, *rest in self.workers}
+        limit = self.TIMEOUT_S * (1 if method == "advance" else 10)
         while waiting:
-            for conn in connection.wait(waiting):
+            turns = (connection.wait(waiting, 1) for _ in range(limit))  # so a Ctrl-Z that stops all is no time-out
+            ready = next(filter(None, turns), None)
+            for conn in ready or list(waiting):
                 process, rows = waiting.pop(conn)
                 try:
-                    answers[rows.start], error = conn.recv()
+                    answers[rows.start], error = conn.recv() if ready else (None, f"gave no answer for {limit} s")
                 except (EOFError, OSError):
                     process.join(2)
                     error = f"died with exit code {process.exitcode}"
@@ -1132,15 +1148,17 @@ class WorkerEnvs(LevelEnvs):
         return [item for start in sorted(answers) for item in answers[start] or ()]
 
     def close(self):
-        atexit.unregister(self.close)
+        deadline = time.monotonic() + 1
         for conn, *_ in self.workers:
             conn.close()  # the worker reads the end of the pipe
-        for _, process, _ in self.workers:
-            process.join(1)
+        while self.workers:
+            process = self.workers[-1][1]
+            process.join(max(deadline - time.monotonic(), 0))
             process.kill()
             process.join()
+            self.workers.pop()
             process.close()
-        self.workers = []
+        atexit.unregister(self.close)  # last: Ctrl-C may have cut this short
 
 
 # Copied from algos/ppo.py:EpisodeStats
@@ -1283,6 +1301,8 @@ class Agent(nn.Module):
     def act(self, obs, generator=None, forward=None):
         """obs (B, H, W, C) -> actions, log-probabilities, values (B,), logits (B, A). No generator: the likeliest."""
         logits, value = (forward or self)(obs)
+        if not torch.isfinite(logits.sum() + value.sum()):
+            require_finite(logits=logits, value=value)
         logprobs = logits.log_softmax(-1)
         action = (
             logits.argmax(-1) if generator is None else torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
@@ -1427,37 +1447,50 @@ def pack(state):
     return state.item() if isinstance(state, np.generic) else state
 
 
+# Copied from algos/ppo.py:writing
+@contextmanager
+def writing(path):
+    """RunError that names `path` if the disk is full, the folder is gone and the like."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise RunError(f"cannot write {path}: {error}. What was there before is intact") from error
+
+
 # Copied from algos/ppo.py:write_atomically
 def write_atomically(path, write):
     """Calls write(file) on a temporary neighbour, which replaces `path` only when it is safely on disk."""
     temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"cannot write {path}: {error}. What was there before is intact") from error
+    with writing(path):
+        try:
+            with open(temporary, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 # Copied from algos/ppo.py:save_checkpoint
 def save_checkpoint(folder, state, keep):
     """Writes folder/<global_step>.pt, then removes all but the `keep` newest."""
-    folder.mkdir(exist_ok=True)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
     write_atomically(folder / f"{state['global_step']:012d}.pt", partial(torch.save, state))
     for old in sorted(folder.glob("*.pt"))[:-keep]:
         old.unlink()
 
 
 # Copied from algos/ppo.py:load_checkpoint
-def load_checkpoint(folder, config):
-    """The newest checkpoint that can be read, or None. RunError if it was made by another configuration."""
+def load_checkpoint(folder, config, names):
+    """The newest checkpoint that can be read and has `names`, or None. RunError if another configuration made it."""
     paths = sorted(folder.glob("*.pt"), reverse=True)
     for path in paths:
         try:
             state = torch.load(path, weights_only=True, map_location="cpu")
+            if missing := {"config", *names} - state.keys():
+                raise KeyError(*missing)
         except Exception as error:  # a damaged file can raise anything
             print(f"warning: {path} cannot be read ({type(error).__name__}); trying the one before", file=sys.stderr)
             continue
@@ -1474,15 +1507,15 @@ def load_checkpoint(folder, config):
 # Copied from algos/ppo.py:no_interrupt
 @contextmanager
 def no_interrupt():
-    """Lets Ctrl-C wait for the end of the block: torch.save and TensorBoard's queue break when they are cut short."""
+    """Lets Ctrl-C wait for the end of the block: torch.save breaks, and a row is torn, when it is cut short."""
     received = []
-    before = signal.signal(signal.SIGINT, lambda *_: received.append(True))
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if received:
-        raise KeyboardInterrupt
+    for number in received[:1]:
+        signal.raise_signal(number)
 
 
 # Copied from algos/ppo.py:finite
@@ -1497,6 +1530,7 @@ class RunLogger:
 
     As a context manager it turns the ways a run can end into what is left behind: SIGTERM or SIGUSR1 end it after the
     update (exit 75), Ctrl-C at once (exit 130), both with a checkpoint; an error keeps the checkpoints as they are.
+    The signals are its own from the constructor on.
     """
 
     # These do not change what a run computes, so the same folder serves them all.
@@ -1505,13 +1539,15 @@ class RunLogger:
 
     def __init__(self, args):
         self.args, self.start, self.wall_s = args, time.time(), 0.0
-        self.last_step, self.state, self.signal, self.result = 0, None, None, None
+        self.last_step, self.state, self.result = 0, None, None
         self.metrics = self.evals = self.tb = None  # opened by `restore`
+        self.signals, numbers = [], (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        self.handlers = {number: signal.signal(number, partial(self.stop, self.signals)) for number in numbers}
         values = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
         self.config = {key: value for key, value in values.items() if key not in self.UNHASHED}
         self.id = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:8]
         names = args.exp_name, args.env_id, f"seed{args.seed}-{self.id}"
-        self.dir = Path(args.run_dir, *(re.sub(r"[^\w.-]+", "-", name) for name in names))
+        self.dir = Path(args.run_dir, *(re.sub(r"[^\w.-]+|^\.+", "-", name) for name in names))
         script = Path(sys.modules[type(args).__module__].__file__)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -1523,12 +1559,14 @@ class RunLogger:
         except BlockingIOError:
             self.lock.seek(0)
             raise RunError(f"{self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir") from None
-        self.lock.truncate(0)
-        print(f"pid {os.getpid()} on {socket.gethostname()}", end="", file=self.lock, flush=True)
+        with writing(self.dir / "lock"):
+            self.lock.truncate(0)
+            print(f"pid {os.getpid()} on {socket.gethostname()}", end="", file=self.lock, flush=True)
         self.checkpoints = self.dir / "checkpoints"
-        if args.resume == "never" and (self.dir / "metrics.jsonl").exists():
+        if args.resume == "never" and ((self.dir / "metrics.jsonl").exists() or any(self.checkpoints.glob("*.pt"))):
             raise RunError(f"--resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
-        self.code_sha = hashlib.sha256(script.read_bytes()).hexdigest()
+        code = script.read_bytes()
+        self.code_sha = hashlib.sha256(code).hexdigest()
         git = partial(subprocess.run, cwd=script.resolve().parent, capture_output=True, text=True)
         self.config_json = {
             "args": values, "argv": sys.argv, "script_sha256": self.code_sha,
@@ -1538,16 +1576,23 @@ class RunLogger:
             "torch": torch.__version__, "numpy": np.__version__, "gymnasium": gym.__version__,
         }  # fmt: skip
         if (self.dir / "result.json").exists():
-            self.result = json.loads((self.dir / "result.json").read_text())
-            return
-        write_atomically(self.dir / "config.json", lambda f: f.write(json.dumps(self.config_json, indent=1).encode()))
-        shutil.copyfile(script, self.dir / "code.py")
+            try:
+                self.result = json.loads((self.dir / "result.json").read_text())
+            except ValueError as error:
+                message = f"{self.dir}/result.json is damaged: {error}. Remove it: the same command then makes it anew"
+                raise RunError(message) from error
+        if self.result is None and not args.eval_only:
+            config = json.dumps(self.config_json, indent=1).encode()
+            write_atomically(self.dir / "config.json", lambda f: f.write(config))
+            write_atomically(self.dir / "code.py", lambda f: f.write(code))
 
-    def restore(self):
-        """The state to go on from, or None for a new run; rows logged after it are dropped: they will come again."""
-        from torch.utils.tensorboard import SummaryWriter
+    def restore(self, parts):
+        """The state to go on from, with that of each of `parts`, or None for a new run. Rows logged after it are
+        dropped: they will come again."""
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        state = load_checkpoint(self.checkpoints, self.config)
+        names = "code_sha", "wall_s", "update", "global_step", "row", "next_obs", *parts
+        state = load_checkpoint(self.checkpoints, self.config, names)
         if state is None and (self.args.resume == "must" or self.args.eval_only):
             raise RunError(f"{self.checkpoints} holds no checkpoint to go on from: train first, with --resume auto")
         if state is not None and state["code_sha"] != self.code_sha:
@@ -1558,46 +1603,64 @@ class RunLogger:
             step, self.first_update, self.wall_s = state["global_step"], state["update"], state["wall_s"]
         self.last_step = max(step, 0)
         for path in (self.dir / "metrics.jsonl", self.dir / "eval.jsonl"):
-            lines = path.read_text().splitlines() if path.exists() and not self.args.eval_only else []
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["global_step"] <= step]
-            if len(kept) < len(lines):
-                write_atomically(path, lambda f, kept=kept: f.write("".join(f"{row}\n" for row in kept).encode()))
-        self.metrics, self.evals = open(self.dir / "metrics.jsonl", "a"), open(self.dir / "eval.jsonl", "a")
-        self.tb = SummaryWriter(self.dir / "tb", purge_step=step + 1)
+            text, kept, damaged = path.read_text(errors="replace") if path.exists() else "", "", []
+            for line in text.splitlines():
+                try:
+                    kept += f"{line}\n" if json.loads(line)["global_step"] <= step or self.args.eval_only else ""
+                except (ValueError, KeyError, TypeError):
+                    damaged.append(line)
+            if damaged:
+                print(f"warning: {path}: {len(damaged)} damaged rows dropped: {damaged[0][:60]!r}", file=sys.stderr)
+            if kept != text:
+                write_atomically(path, lambda f, kept=kept: f.write(kept.encode()))
+        with writing(self.dir):
+            self.metrics, self.evals = open(self.dir / "metrics.jsonl", "a"), open(self.dir / "eval.jsonl", "a")
+            (self.dir / "tb").mkdir(exist_ok=True)
+            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+            self.tb = RecordWriter(open(self.dir / "tb" / name, "ab"))
+        self.write_event(file_version="brain.Event:2")
+        self.write_event(step=step + 1, session_log={"status": "START"})  # hides what was logged from that step on
         return state
 
     def __enter__(self):
         self.last_time, self.last_line, self.eval_return = time.time(), time.time(), None
         self.wandb = None
         if self.args.track:
-            import wandb
+            try:
+                import wandb
 
-            self.wandb = wandb.init(project=self.args.wandb_project_name, entity=self.args.wandb_entity,
-                                    id=f"{self.dir.parent.name}-{self.dir.name}", resume="allow", dir=self.dir,
-                                    config=self.config_json, name=str(self.dir))  # fmt: skip
+                self.wandb = wandb.init(project=self.args.wandb_project_name, entity=self.args.wandb_entity,
+                                        id=f"{self.dir.parent.name}-{self.dir.name}", resume="allow", dir=self.dir,
+                                        config=self.config_json, name=str(self.dir))  # fmt: skip
+            except Exception as error:  # not installed, no key, no network
+                raise RunError(f"--track: {error!r} (WANDB_MODE=offline needs no key)") from error
             self.wandb.define_metric("*", step_metric="global_step")
         progress = {"auto": "bar" if sys.stderr.isatty() else "log"}.get(self.args.progress, self.args.progress)
         self.bar = tqdm(bar_format="{desc}") if progress == "bar" else None
         self.show = {"bar": lambda line: self.bar.set_description_str(line), "log": self.every_30_s}.get(progress)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda received, frame: setattr(self, "signal", received))
         return self
 
-    @no_interrupt()
+    @staticmethod  # so that the handler holds no run, which would hold its lock
+    def stop(signals, number, frame):
+        signals.append(number)
+        if number == signal.SIGINT:  # one is enough: a second would cut the clean-up short
+            signal.signal(number, signal.SIG_IGN)
+            raise SystemExit(130)
+
     def __exit__(self, kind, error, traceback):
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-        if interrupted and self.state is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stopped = kind is SystemExit and error.code in (75, 130)
+        if stopped and error.code == 130 and self.state is not None:
             save_checkpoint(self.checkpoints, self.state, self.args.keep_checkpoints)
-        stopped = interrupted or (kind is SystemExit and error.code == 75)
+            print(f"interrupted: the same command goes on from {self.checkpoints}", file=sys.stderr)
         self.status("finished" if kind is None else "interrupted" if stopped else "failed")
         for sink in (self.metrics, self.evals, self.tb, self.bar, self.lock):
             with suppress(OSError, AttributeError):  # a full disk again; no bar
                 sink.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=int(kind is not None))
-        if interrupted:
-            print(f"interrupted: the same command goes on from {self.checkpoints}", file=sys.stderr)
-            raise SystemExit(130) from None
+        for number, handler in () if stopped else self.handlers.items():  # else: another signal could hit the exit
+            signal.signal(number, handler)
 
     def every_30_s(self, line):
         if time.time() - self.last_line >= 30:
@@ -1608,17 +1671,20 @@ class RunLogger:
     def checkpoint(self, state, due):
         """At the top of each update: keeps the packed state for Ctrl-C; writes it when due or when asked to stop."""
         self.state = pack(state) | {"config": self.config, "code_sha": self.code_sha, "wall_s": self.elapsed()}
-        if due or self.signal:
+        if due or self.signals:
             save_checkpoint(self.checkpoints, self.state, self.args.keep_checkpoints)
-        if self.signal:
-            print(f"stopped by {signal.Signals(self.signal).name}: the same command goes on from here", file=sys.stderr)
-            raise SystemExit(75)
+        if self.signals:
+            name = signal.Signals(self.signals[0]).name
+            print(f"stopped by {name}: the same command goes on from here", file=sys.stderr)
+            raise SystemExit(130 if name == "SIGINT" else 75)
 
     def elapsed(self):
         """Seconds of work on this run, those before a resume included."""
         return self.wall_s + time.time() - self.start
 
     def status(self, state):
+        if self.args.eval_only:  # the run stays what it was
+            return
         row = {"state": state, "step": self.last_step, "pid": os.getpid(), "host": socket.gethostname(),
                "heartbeat": time.time()}  # fmt: skip
         with suppress(OSError):  # a full disk has been reported already, by what matters more
@@ -1632,11 +1698,10 @@ class RunLogger:
         self.last_step, self.last_time = step, now
         row = finite(row)
         self.write(self.metrics, {"global_step": step, "wall_s": round(self.elapsed(), 3)} | row)
-        for key, value in row.items():
-            if value is not None:
-                self.tb.add_scalar(key, value, step)
+        known = {key: value for key, value in row.items() if value is not None}
+        self.write_event(step=step, summary={"value": [{"tag": k, "simple_value": v} for k, v in known.items()]})
         if self.wandb is not None:
-            self.wandb.log({"global_step": step} | {key: value for key, value in row.items() if value is not None})
+            self.wandb.log({"global_step": step} | known)
         self.status("running")
         self.eval_return = row.get("eval/return_mean", self.eval_return)
         if self.show:
@@ -1646,16 +1711,22 @@ class RunLogger:
             speed = f"{row['charts/SPS']:.0f} sps | ret {ret} | test {test} | eta {timedelta(seconds=int(left))}"
             self.show(f"{done} | {speed}")
 
+    def write_event(self, **fields):
+        """Appends to TensorBoard's file. Not by SummaryWriter, whose thread meets a full disk with a traceback."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        with writing(self.dir / "tb"):
+            self.tb.write(Event(wall_time=time.time(), **fields).SerializeToString())
+            self.tb.flush()
+
     def log_eval(self, step, rows):
         """One row of eval.jsonl per evaluation episode."""
         for row in rows:
             self.write(self.evals, {"global_step": step} | row)
 
     def write(self, file, row):
-        try:
+        with writing(file.name):
             print(json.dumps(row), file=file, flush=True)
-        except OSError as error:
-            raise RunError(f"cannot write {file.name}: {error}. The last checkpoint is intact") from error
 
     def finish(self, result):
         """result.json, written last: its presence means that the run is complete."""
@@ -1722,7 +1793,9 @@ def evaluate(agent, args, episodes, forward=None):
     generator = torch.Generator(device).manual_seed(args.eval_seed)
     held_out = rng.integers(2**31 - 1 - args.num_levels, size=episodes)
     held_out += np.where(held_out >= args.start_level, args.num_levels, 0)
-    training = args.start_level + rng.permutation(args.num_levels)[np.arange(episodes) % args.num_levels]
+    n = args.num_levels
+    order = rng.permutation(n) if n <= 10**6 else rng.choice(n, episodes, replace=False)  # which makes no list of all
+    training = args.start_level + order[np.arange(episodes) % len(order)]
     rows = []
     for split, levels in (("eval", held_out), ("eval_train", training)):
         with closing(make_levels(args.env_id, episodes, args.distribution_mode)) as slots:
@@ -1763,12 +1836,10 @@ def summarize(rows, args):
 # ---- 8. Training -----------------------------------------------------------------------------------------------------
 
 
-def make_curriculum(args, seed):
-    """The curriculum over args.num_levels levels that the arguments describe. Errors: ValueError."""
-    if args.curriculum == "dr":
-        return DomainRandomization(args.num_levels, seed=seed)
+def make_plr(args, num_levels, seed=None):
+    """PLR over `num_levels` levels, as the arguments describe it. Errors: ValueError."""
     return PrioritizedLevelReplay(
-        args.num_levels, score=args.plr_score, score_transform=args.plr_score_transform,
+        num_levels, score=args.plr_score, score_transform=args.plr_score_transform,
         temperature=args.plr_temperature, staleness_coef=args.plr_staleness_coef, rho=args.plr_rho,
         replay_schedule=args.plr_replay_schedule, replay_prob=args.plr_replay_prob, alpha=args.plr_alpha,
         robust=args.curriculum == "robust_plr", seed=seed,
@@ -1833,7 +1904,8 @@ def train(args):
     agent = Agent(obs_shape, num_actions, args.network).to(device, memory_format=torch.channels_last)
     pieces = Pieces(agent, args.micro_batch_size, threads)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    curriculum, queue, stats = make_curriculum(args, random.curriculum), SyncQueue(N), EpisodeStats(N)
+    make_curriculum = DomainRandomization if args.curriculum == "dr" else partial(make_plr, args)
+    curriculum, queue, stats = make_curriculum(args.num_levels, seed=random.curriculum), SyncQueue(N), EpisodeStats(N)
     dealer = Dealer(curriculum, queue, N)
     scale_reward = RewardScaler(N, args.reward_gamma) if args.norm_reward else None
     options = (args.env_id, queue, range(N), args.start_level, args.distribution_mode)
@@ -1856,7 +1928,7 @@ def train(args):
 
     with run, closing(envs):
         # Copied from algos/ppo.py:region(restore)
-        state = run.restore()
+        state = run.restore(parts)
         if state is not None:
             first_update, global_step, row = state["update"], state["global_step"], state["row"]
             for name, part in parts.items():
@@ -1942,6 +2014,9 @@ def train(args):
                     optimizer.step()
                     losses.append({**loss, "grad_norm": grad_norm})
                     stop = args.target_kl is not None and loss["approx_kl"] > args.target_kl
+            with torch.no_grad():  # before a checkpoint can hold them
+                new_logits, value = pieces.forward(next_obs)
+            require_finite(**dict(agent.named_parameters()), logits=new_logits, squared_value=value**2)
             clock.lap("update")
             if args.curriculum != "dr":
                 curriculum.after_update()

@@ -89,20 +89,25 @@ class PrioritizedLevelReplay(Curriculum):
     ADVANTAGE_SCORES = ("gae", "signed_value_loss", "value_l1", "positive_value_loss")
     EPISODE_SCORES = ("grounded_signed_value_loss", "grounded_positive_value_loss", "max_mc", "learnability")
     SCORES = (*LOGIT_SCORES, *ADVANTAGE_SCORES, *EPISODE_SCORES, "one_step_td_error", "uniform")
+    UNIT_SCORES = (*LOGIT_SCORES, "learnability", "uniform")  # in [0, 1]
     TRANSFORMS = ("rank", "power", "softmax", "eps_greedy", "max", "constant", "match", "match_rank")
 
     def __init__(self, task_space, *, score="value_l1", score_transform="rank", temperature=0.1, staleness_coef=0.1,
                  staleness_transform="power", staleness_temperature=1.0, rho=1.0, replay_prob=0.5,
                  replay_schedule="proportionate", alpha=1.0, epsilon=0.05, max_score_coef=0.0, robust=False,
                  buffer_size=None, seed=None):  # fmt: skip
+        if not isinstance(task_space, (int, np.integer)) and not hasattr(task_space, "num_tasks"):
+            raise ValueError(f"task_space={task_space!r}: must be a number or a TaskSpace (made of a list, a space)")
         super().__init__(task_space, seed=seed)
         unit, positive, schedules = "in [0, 1]", "above 0 and finite", ("proportionate", "fixed")
         ages = self.TRANSFORMS[:6]  # an age is no success rate
+        rates = self.SCORES if score_transform in ages else self.UNIT_SCORES
         sized = buffer_size is None or buffer_size % 1 == 0 < buffer_size
         for name, value, valid, allowed in (
             ("task_space", task_space, self.num_tasks is not None, "countable: a level is known by its number"),
             ("score", score, score in self.SCORES, f"one of {self.SCORES}"),
             ("score_transform", score_transform, score_transform in self.TRANSFORMS, f"one of {self.TRANSFORMS}"),
+            ("score", score, score in rates, f"one of {rates} for {score_transform}, which takes success rates"),
             ("temperature", temperature, 0 < temperature < np.inf, positive),
             ("staleness_coef", staleness_coef, 0 <= staleness_coef <= 1, unit),
             ("staleness_transform", staleness_transform, staleness_transform in ages, f"one of {ages}"),
@@ -265,12 +270,14 @@ class PrioritizedLevelReplay(Curriculum):
             raise ValueError(f"score={self.score!r} needs logits, found None: use one of {self.ADVANTAGE_SCORES}")
 
         def checked(name, x, extra_rows=0, dtype=np.float64, last=()):
-            x, shape = np.asarray(x, dtype), (len(tasks) + extra_rows, tasks.shape[1], *last)
+            x, shape = np.asarray(x), (len(tasks) + extra_rows, tasks.shape[1], *last)
             if x.shape != shape:
                 raise ValueError(f"{name} has shape {x.shape}: must be {shape}, as tasks is {tasks.shape}")
-            if not np.isfinite(x).all():
-                raise ValueError(f"{name} holds {x[~np.isfinite(x)][0]}: must be finite")
-            return x
+            good = np.abs(x) < 1e100 if dtype is np.float64 else (x == 0) | (x == 1)  # sums and products stay finite
+            if not good.all():
+                allowed = "finite and below 1e100" if dtype is np.float64 else "True or False"
+                raise ValueError(f"{name} holds {x[~good][0]}: must be {allowed}")
+            return x.astype(dtype)
 
         rewards, values = checked("rewards", rewards), checked("values", values, 1)
         before, dones = np.split(checked("dones", dones, 1, bool), [1])
@@ -361,8 +368,6 @@ class PrioritizedLevelReplay(Curriculum):
         level, score = episode["level"], episode["mean"]
         if self.max_score_coef:
             score += self.max_score_coef * (episode["max"] - score)
-        if "match" in self.score_transform and not -1e-9 <= score <= 1 + 1e-9:
-            raise ValueError(f"level {level} has score {score}: {self.score_transform} takes success rates, in [0, 1]")
         known = level in self._slots
         slot = self._slots[level] if known else self._admit(level, self.alpha * score)
         if slot is None:

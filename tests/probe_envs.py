@@ -1,5 +1,6 @@
 """Tiny environments with known answers, for --env-id probe_envs:<name>-v0 and for direct use."""
 
+import multiprocessing
 import os
 import time
 
@@ -35,6 +36,27 @@ class ChainEnv(gym.Env):
 
 class ShiftedChain(ChainEnv):
     action_space = gym.spaces.Discrete(3, start=-1)
+
+
+class TinyImage(ChainEnv):
+    """Too small for the network."""
+
+    observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
+
+
+class ManyActions(ChainEnv):
+    action_space = gym.spaces.MultiDiscrete([2, 3])
+
+
+class HardStart(ChainEnv):
+    """In a worker process, making it raises (fault "raise") or takes three seconds (fault "sleep")."""
+
+    def __init__(self, fault, render_mode=None):
+        super().__init__()
+        if multiprocessing.parent_process() is not None:
+            if fault == "raise":
+                raise ValueError("boom-43")
+            time.sleep(3)
 
 
 class EnvpoolLike:
@@ -95,7 +117,7 @@ def vector(ppo, mode, envs):
     if mode == "envpool-like":
         return ppo.VectorEnvs(EnvpoolLike(envs), len(envs))
     kind, autoreset = mode.split()
-    make = {"sync": gym.vector.SyncVectorEnv, "async": gym.vector.AsyncVectorEnv}[kind]
+    make = {"sync": gym.vector.SyncVectorEnv, "async": ppo.AsyncEnvs}[kind]
     makers = [lambda i=i, env=env: ppo.Episodes(env, i, i) for i, env in enumerate(envs)]
     return ppo.VectorEnvs(make(makers, autoreset_mode=gym.vector.AutoresetMode[f"{autoreset.upper()}_STEP"]), len(envs))
 
@@ -104,5 +126,9 @@ gym.register("Chain-v0", "probe_envs:ChainEnv")
 gym.register("TruncatedChain-v0", "probe_envs:ChainEnv", max_episode_steps=3, kwargs={"end": "endless"})
 gym.register("ShiftedChain-v0", "probe_envs:ShiftedChain")
 gym.register("SlowCartPole-v0", "probe_envs:SlowCartPole", max_episode_steps=500)
+gym.register("TinyImage-v0", "probe_envs:TinyImage")
+gym.register("ManyActions-v0", "probe_envs:ManyActions")
+for _fault in ("raise", "sleep"):
+    gym.register(f"HardStart-{_fault}-v0", "probe_envs:HardStart", kwargs={"fault": _fault})
 for _fault in ("raise", "observation", "reward"):
     gym.register(f"Faulty-{_fault}-v0", "probe_envs:FaultyEnv", kwargs={"fault": _fault})

@@ -334,6 +334,17 @@ def test_killed_worker(start, when):
     assert time.monotonic() - began < 10 and gone(pids, 5)
 
 
+def test_stopped_worker(start, monkeypatch):
+    monkeypatch.setattr(script.WorkerEnvs, "TIMEOUT_S", 1)
+    run = start(script.WorkerEnvs, MINIGRID, num_workers=2)
+    run.envs.reset()
+    pids = workers_of(run)
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(script.RunError, match=r"environments range\(2, 4\), tasks \[.*\]: gave no answer for 1 s"):
+        run.envs.step(np.full(4, 2))
+    assert gone(pids, 5)
+
+
 def test_workers_leave_the_signals_of_the_group_to_the_parent(start):
     run = start(script.WorkerEnvs, MINIGRID, num_workers=2)
     run.envs.reset()

@@ -317,6 +317,7 @@ def test_weights_match_the_oracle(transform, temperature, coef):
     for case in range(20):
         scores = rng.integers(0, 5, 9) / 4 if "match" in transform else rng.integers(-4, 9, 9) / 4  # ties, negatives
         options = {"score_transform": transform, "temperature": temperature, "staleness_coef": coef}
+        options |= {"score": "learnability"} if "match" in transform else {}
         curriculum = put(
             PrioritizedLevelReplay(9, **options),
             scores=scores,
@@ -370,7 +371,7 @@ def test_all_unseen():
 @pytest.mark.parametrize("transform", ["power", "match"])
 def test_zero_score_mass_is_uniform_over_seen(transform):
     curriculum = put(
-        PrioritizedLevelReplay(4, score_transform=transform, staleness_coef=0.2),
+        PrioritizedLevelReplay(4, score="learnability", score_transform=transform, staleness_coef=0.2),
         scores=[0, 0, 0, 0],
         unseen=[0, 0, 1, 0],
         staleness=[0, 1, 5, 3],
@@ -564,6 +565,12 @@ def test_bad_options_are_named(name, value):
         PrioritizedLevelReplay(4, **{name: value})
 
 
+@pytest.mark.parametrize("task_space", [[1, 2], gym.spaces.Discrete(3), "ab", None])
+def test_what_is_no_task_space_is_refused(task_space):
+    with pytest.raises(ValueError, match="task_space=.*: must be a number or a TaskSpace"):
+        PrioritizedLevelReplay(task_space)
+
+
 def test_uncountable_task_space():
     class Box:
         num_tasks = None
@@ -581,6 +588,9 @@ def test_uncountable_task_space():
         ({"tasks": np.full((3, 2), -1)}, "task -1 is outside"),
         ({"rewards": np.zeros((2, 2))}, r"rewards has shape \(2, 2\): must be \(3, 2\)"),
         ({"rewards": np.full((3, 2), np.nan)}, "rewards holds nan: must be finite"),
+        ({"rewards": np.full((3, 2), 1e308)}, "rewards holds 1e.308: must be finite and below 1e100"),
+        ({"dones": np.full((4, 2), 0.5)}, "dones holds 0.5: must be True or False"),
+        ({"dones": np.full((4, 2), np.nan)}, "dones holds nan: must be True or False"),
         ({"values": np.zeros((3, 2))}, r"values has shape \(3, 2\): must be \(4, 2\)"),
         ({"values": np.full((4, 2), np.inf)}, "values holds inf"),
         ({"dones": np.zeros((3, 2), bool)}, r"dones has shape \(3, 2\): must be \(4, 2\)"),
@@ -603,10 +613,13 @@ def test_bad_rollouts_are_named_and_change_nothing(change, message):
     assert curriculum.unseen.all() and not curriculum.state_dict()["open"]
 
 
-def test_match_takes_only_success_rates():
-    curriculum = PrioritizedLevelReplay(1, score_transform="match", score="one_step_td_error")
-    with pytest.raises(ValueError, match="level 0 has score 3.0: match takes success rates"):
-        step_rollout(curriculum, [3], [0, 0], [1, 1])
+@pytest.mark.parametrize("transform", ["match", "match_rank"])
+def test_match_takes_only_success_rates(transform):
+    for score in set(SCORES) - set(UNIT_SCORES):
+        with pytest.raises(ValueError, match=f"score='{score}': must be one of .*learnability.* for {transform}"):
+            PrioritizedLevelReplay(1, score_transform=transform, score=score)
+    for score in UNIT_SCORES:
+        PrioritizedLevelReplay(1, score_transform=transform, score=score)
 
 
 def test_unknown_task_in_queries():
@@ -682,7 +695,7 @@ def test_draws_follow_the_distribution(transform, seen, staleness_coef):
     rng = np.random.default_rng(11)
     options = {"score_transform": transform, "temperature": 0.7, "staleness_coef": staleness_coef, "rho": 0.2}
     curriculum = put(
-        PrioritizedLevelReplay(100, seed=4, epsilon=0.5, **options),
+        PrioritizedLevelReplay(100, seed=4, epsilon=0.5, score="learnability", **options),
         scores=rng.random(100),
         unseen=rng.permutation(100) >= seen,
         staleness=rng.integers(0, 40, 100),

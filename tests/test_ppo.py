@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import signal
 from pathlib import Path
 
@@ -393,6 +394,28 @@ def test_continuous_actions_are_clipped_to_the_space():
     envs.step(np.array([[5.0], [-5.0]], np.float32))
     assert [env.unwrapped.last_u for env in envs.envs.envs] == [2, -2]
     envs.close()
+
+
+@pytest.mark.parametrize(
+    "number,text", [(signal.SIGSTOP, "gave no answer for 1 s"), (signal.SIGKILL, "died with exit code -9")]
+)
+@pytest.mark.parametrize("when", ["idle", "waiting"])
+def test_an_environment_process_that_does_not_answer_is_named(monkeypatch, number, text, when):
+    monkeypatch.setattr(ppo.WorkerPipe, "TIMEOUT_S", 1)
+    envs = ppo.make_envs("CartPole-v1", "async", seeds(3))
+    envs.reset()
+    process = envs.envs.processes[1]
+    if when == "waiting":
+        envs.envs.step_async(np.zeros(3, int))
+    os.kill(process.pid, number)
+    if number == signal.SIGKILL:
+        process.join()
+    with pytest.raises(ppo.RunError, match=f"environment 1 .process {process.pid}. {text}"):
+        for _ in range(2):  # what it had sent before it died still counts
+            envs.envs.step_wait() if when == "waiting" else envs.step(np.zeros(3, int))
+            when = "idle"
+    envs.close()
+    assert not any(process.is_alive() for process in envs.envs.processes)
 
 
 def test_other_action_spaces_are_refused():

@@ -160,6 +160,15 @@ def test_evaluation_levels_are_disjoint_from_training_and_the_same_each_time():
     assert summary["eval/generalization_gap"] == pytest.approx(summary["eval_train/return_mean"] - mean)
 
 
+def test_evaluation_does_not_list_two_billion_levels():
+    args = ppo_plr.Args(env_id="bigfish", curriculum="dr", num_levels=2_000_000_000, start_level=7)
+    agent = ppo_plr.Agent((64, 64, 3), 15, "nature")
+    with torch.no_grad():
+        agent.policy.bias[3] += 50
+    levels = [row["level"] for row in ppo_plr.evaluate(agent, args, 4) if row["split"] == "eval_train"]
+    assert len(set(levels)) == 4 and all(7 <= level < 2_000_000_007 for level in levels)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -171,6 +180,11 @@ def test_evaluation_levels_are_disjoint_from_training_and_the_same_each_time():
         ({"plr_temperature": 0.0}, ("temperature", "0.0")),
         ({"plr_temperature": math.nan}, ("temperature", "nan")),
         ({"plr_score": "regret"}, ("regret", "value_l1")),
+        ({"plr_score": "regret", "curriculum": "dr"}, ("regret", "value_l1")),
+        ({"plr_temperature": math.nan, "curriculum": "dr"}, ("temperature", "nan")),
+        ({"plr_score_transform": "match_rank"}, ("value_l1", "match_rank", "learnability")),
+        ({"num_levels": 2_000_000_000}, ("num-levels", "2000000000", "dr")),
+        ({"eval_seed": 2**64}, ("eval-seed", str(2**64))),
         ({"plr_staleness_coef": -0.1}, ("staleness_coef", "-0.1")),
         ({"plr_rho": 1.5}, ("rho", "1.5")),
         ({"ent_coef": -0.01}, ("ent-coef", "-0.01")),

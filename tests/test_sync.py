@@ -118,8 +118,21 @@ def test_encodings_of_any_shape(shape, dtype):
     assert np.array_equal(tasks, np.random.default_rng(0).integers(-100, 100, (5, *shape)))  # copies: the ring goes on
 
 
+@pytest.mark.parametrize("dtype,fits,task", [
+    (np.int8, -128, 300), (np.uint8, np.uint8(255), np.uint16(256)), (np.int64, 2**63 - 1, 2**63),
+    (np.float32, 1e30, 1e300), (np.float32, 2**24, 2**24 + 1), (np.float32, -np.inf, -1e39), ("U3", "abc", "abcd"),
+])  # fmt: skip
+def test_a_task_that_its_ring_would_change_is_refused(dtype, fits, task):
+    queue = SyncQueue(1, task_dtype=dtype)
+    for call in (lambda: queue.put_task(0, task), lambda: queue.put_episode(0, task, 1, 1, 1)):
+        with pytest.raises(ValueError, match="is not an encoding"):
+            call()
+    queue.put_task(0, fits)
+    assert queue.get_task(0) == np.dtype(dtype).type(fits)
+
+
 def test_bad_arguments_are_named():
-    for sizes in ({"num_envs": 0}, {"prefetch": 0}, {"capacity": -1}, {"timeout": 0}):
+    for sizes in ({"num_envs": 0}, {"prefetch": 0}, {"capacity": -1}, {"timeout": 0}, {"timeout": np.nan}):
         with pytest.raises(ValueError, match=f"{next(iter(sizes))}={next(iter(sizes.values()))}"):
             SyncQueue(**{"num_envs": 2, **sizes})
     numbers, vectors = SyncQueue(2), SyncQueue(2, task_shape=(2,), task_dtype=np.float32)
@@ -132,7 +145,9 @@ def test_bad_arguments_are_named():
                 with pytest.raises(ValueError, match=re.escape(f"task {task!r} is not")):
                     call()
     for env_id in (-1, 2):  # -1 would be numpy's last
-        for call in (lambda e=env_id: numbers.put_task(e, 1), lambda e=env_id: numbers.get_task(e)):
+        calls = [lambda e=env_id: numbers.put_task(e, 1), lambda e=env_id: numbers.report_error(e, "")]
+        calls += [lambda e=env_id: numbers.get_task(e), lambda e=env_id: numbers.tasks_waiting(e)]
+        for call in calls:
             with pytest.raises(IndexError, match=f"environment {env_id} is not in 0..1"):
                 call()
     assert [numbers.tasks_waiting(0), numbers.tasks_waiting(1), len(numbers.drain())] == [0, 0, 0]
