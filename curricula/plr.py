@@ -273,7 +273,8 @@ class PrioritizedLevelReplay(Curriculum):
             x, shape = np.asarray(x), (len(tasks) + extra_rows, tasks.shape[1], *last)
             if x.shape != shape:
                 raise ValueError(f"{name} has shape {x.shape}: must be {shape}, as tasks is {tasks.shape}")
-            good = np.abs(x) < 1e100 if dtype is np.float64 else (x == 0) | (x == 1)  # sums and products stay finite
+            # within 1e100 sums and products stay finite
+            good = np.abs(x) < np.float64(1e100) if dtype is np.float64 else (x == 0) | (x == 1)
             if not good.all():
                 allowed = "finite and below 1e100" if dtype is np.float64 else "True or False"
                 raise ValueError(f"{name} holds {x[~good][0]}: must be {allowed}")
