@@ -1,5 +1,6 @@
 """What the README tells people to type works."""
 
+import contextlib
 import importlib
 import re
 import shlex
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 import tyro
 
+import curricula
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 COMMANDS = sorted(set(re.findall(r"scripts/run (algos/\w+\.py[^`#\n|]*)", README)))
-BENCHMARKS = sorted(set(re.findall(r"(?:scripts/run|python) (benchmark/\w+\.py[^`#\n|]*)", README)))
+PROGRAM = r"(?:scripts/run(?: --extra \w+)*|python) ((?:benchmark|scripts/integrations)/\w+\.py[^`#\n|]*)"
+BENCHMARKS = sorted(set(re.findall(PROGRAM, README)))
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
@@ -55,20 +59,30 @@ def test_files_and_links_exist():
             assert (ROOT / target).exists(), target
 
 
-def test_curriculum_block_runs():
+def test_sync_block_runs():
+    names = {}
+    exec(BLOCKS[0], names)
+    envs, curriculum = names["envs"], names["curriculum"]
+    with contextlib.closing(envs), curriculum:
+        envs.reset(seed=1)
+        for _ in range(130):  # truncates at 100 steps
+            envs.step(np.zeros(4, int))
+        tasks = envs.reset()[1]["task"]
+    assert len(tasks) == 4 and ((tasks >= 0) & (tasks < 200)).all()
+    assert curriculum.curriculum._trials.sum() >= 4
+
+
+def test_rollout_block_runs():
     levels, rewards = np.zeros((4, 2), int), np.ones((4, 2))
     dones = np.zeros((5, 2), bool)
     dones[4] = True
     names = {"levels": levels, "rewards": rewards, "values": np.zeros((5, 2)), "dones": dones}
-    exec(BLOCKS[0], names)
+    exec(BLOCKS[1], names)
     assert not names["plr"].is_unseen(0) and names["plr"].is_unseen(1) and 0 <= names["level"] < 200
 
 
-def test_queue_block_names_what_exists():
-    from curricula import SyncQueue
-
-    for method in re.findall(r"queue\.(\w+)\(", BLOCKS[1]):
-        assert callable(getattr(SyncQueue, method))
+def test_every_public_name_stands_in_the_readme():
+    assert not [name for name in curricula.__all__ if f"`{name}`" not in README and name not in BLOCKS[0]]
 
 
 def test_documented_tags_are_those_that_runs_write():
