@@ -200,6 +200,8 @@ class Curriculum:
     requires_observations = False  # True: with the observations
 
     def __init__(self, task_space, *, seed=None):
+        if not isinstance(task_space, (int, np.integer)) and not hasattr(task_space, "num_tasks"):
+            raise ValueError(f"task_space={task_space!r}: must be a number or a TaskSpace (made of a list, a space)")
         self.task_space = task_space
         self.num_tasks = int(task_space) if isinstance(task_space, (int, np.integer)) else task_space.num_tasks
         if self.num_tasks is not None and self.num_tasks < 1:
@@ -226,6 +228,19 @@ class Curriculum:
         """The encoding at a position: the inverse of `_index`."""
         return self.task_space.encoding(index) if hasattr(self.task_space, "encoding") else int(index)
 
+    def available(self):
+        """How many tasks `sample` can give now. Environments wait while it is 0."""
+        return np.inf
+
+    def update_on_draw(self, tasks, env_ids):
+        """`sample` has just drawn `tasks`, for one environment, or one with several agents: `env_ids`."""
+
+    def update_on_end(self, env_ids, waiting):
+        """The task underway there is over, reported or not: the environment was perhaps reset, or its process killed.
+
+        What is kept of it must go. `waiting` tasks, the last ones drawn for the environment, are still to be played.
+        """
+
     def update_task_progress(self, task, progress, env_id=None):
         """One measurement of `task`'s progress in [0, 1]."""
 
@@ -248,6 +263,15 @@ class Curriculum:
         return {"rng": self.rng.bit_generator.state}
 
     def load_state_dict(self, state):
+        """ValueError if the state is another one's: build the same curriculum, then load."""
+        try:
+            self._load(state)
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"this state does not fit the {type(self).__name__}: {reason}") from error
+
+    def _load(self, state):
+        """A subclass loads its part here."""
         self.rng.bit_generator.state = state["rng"]
 
     def metrics(self):
@@ -258,6 +282,11 @@ class Curriculum:
 # Copied from curricula/domain_randomization.py:DomainRandomization
 class DomainRandomization(Curriculum):
     """Uniform over the task space (Tobin et al. 2017, arXiv:1703.06907). No update changes it."""
+
+    def __init__(self, task_space, *, seed=None):
+        super().__init__(task_space, seed=seed)
+        if hasattr(self.task_space, "draw"):
+            self.task_space.draw(np.random.default_rng(0))  # raises for a Box without bounds
 
     def sample(self, k=1):
         """Draws k task encodings, a list, in O(k) however many tasks there are. In a Box: uniform in its bounds."""
@@ -365,8 +394,6 @@ class PrioritizedLevelReplay(Curriculum):
                  staleness_transform="power", staleness_temperature=1.0, rho=1.0, replay_prob=0.5,
                  replay_schedule="proportionate", alpha=1.0, epsilon=0.05, max_score_coef=0.0, robust=False,
                  buffer_size=None, seed=None):  # fmt: skip
-        if not isinstance(task_space, (int, np.integer)) and not hasattr(task_space, "num_tasks"):
-            raise ValueError(f"task_space={task_space!r}: must be a number or a TaskSpace (made of a list, a space)")
         super().__init__(task_space, seed=seed)
         unit, positive, schedules = "in [0, 1]", "above 0 and finite", ("proportionate", "fixed")
         ages = self.TRANSFORMS[:6]  # an age is no success rate
@@ -675,12 +702,12 @@ class PrioritizedLevelReplay(Curriculum):
             "staging": {level: self._clock - drawn for level, drawn in self._staging.items()},
         }
 
-    def load_state_dict(self, state):
+    def _load(self, state):
         for name, low in (("scores", -np.inf), ("unseen", 0), ("staleness", 0)):
             array, shape = np.asarray(state[name]), self._scores.shape
             if array.shape != shape or not (np.isfinite(array) & (array >= low)).all():
                 raise ValueError(f"{name} has shape {array.shape}: must be {shape}, finite and not below {low}")
-        super().load_state_dict(state)
+        super()._load(state)
         self._scores, self._unseen = np.asarray(state["scores"]).astype(float), np.asarray(state["unseen"]) != 0
         self._clock, self._last_drawn = 0.0, -np.asarray(state["staleness"]).astype(float)
         self._oldest = min(-state["staleness_bound"], float(self._last_drawn[~self._unseen].min(initial=0)))

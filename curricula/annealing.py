@@ -3,9 +3,8 @@
 import gymnasium as gym
 import numpy as np
 
-from curricula.core import Curriculum
+from curricula.core import Curriculum, as_task_space, checked_length
 from curricula.learning_progress import checked_progress
-from curricula.manual import as_task_space
 
 
 def _box(task_space, owner):
@@ -47,14 +46,14 @@ class SimulatedAnnealing(Curriculum):
         return [values.copy() for _ in range(k)]
 
     def update_on_episode(self, episode_return, length, task, progress, env_id=None):
-        self.current_step += length
+        self.current_step += checked_length(task, length)
 
     def state_dict(self):
         return super().state_dict() | {"current_step": self.current_step}
 
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        self.current_step = state["current_step"]
+    def _load(self, state):
+        super()._load(state)
+        self.current_step = int(state["current_step"])
 
     def metrics(self):
         return {"annealed": float(np.minimum(self.current_step / self.total_steps, 1).mean())}
@@ -107,9 +106,9 @@ class ExpandingBox(Curriculum):
     def state_dict(self):
         return super().state_dict() | {"width": self._width, "successes": self._successes}
 
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        self._width, self._successes = state["width"], state["successes"]
+    def _load(self, state):
+        super()._load(state)
+        self._width, self._successes = int(state["width"]), int(state["successes"])
 
     def metrics(self):
         low, high = self.interval().tolist()

@@ -19,6 +19,8 @@ class Curriculum:
     requires_observations = False  # True: with the observations
 
     def __init__(self, task_space, *, seed=None):
+        if not isinstance(task_space, (int, np.integer)) and not hasattr(task_space, "num_tasks"):
+            raise ValueError(f"task_space={task_space!r}: must be a number or a TaskSpace (made of a list, a space)")
         self.task_space = task_space
         self.num_tasks = int(task_space) if isinstance(task_space, (int, np.integer)) else task_space.num_tasks
         if self.num_tasks is not None and self.num_tasks < 1:
@@ -45,6 +47,19 @@ class Curriculum:
         """The encoding at a position: the inverse of `_index`."""
         return self.task_space.encoding(index) if hasattr(self.task_space, "encoding") else int(index)
 
+    def available(self):
+        """How many tasks `sample` can give now. Environments wait while it is 0."""
+        return np.inf
+
+    def update_on_draw(self, tasks, env_ids):
+        """`sample` has just drawn `tasks`, for one environment, or one with several agents: `env_ids`."""
+
+    def update_on_end(self, env_ids, waiting):
+        """The task underway there is over, reported or not: the environment was perhaps reset, or its process killed.
+
+        What is kept of it must go. `waiting` tasks, the last ones drawn for the environment, are still to be played.
+        """
+
     def update_task_progress(self, task, progress, env_id=None):
         """One measurement of `task`'s progress in [0, 1]."""
 
@@ -67,11 +82,41 @@ class Curriculum:
         return {"rng": self.rng.bit_generator.state}
 
     def load_state_dict(self, state):
+        """ValueError if the state is another one's: build the same curriculum, then load."""
+        try:
+            self._load(state)
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"this state does not fit the {type(self).__name__}: {reason}") from error
+
+    def _load(self, state):
+        """A subclass loads its part here."""
         self.rng.bit_generator.state = state["rng"]
 
     def metrics(self):
         """Figures to log, dict[str, float]."""
         return {}
+
+
+def as_task_space(task_space):
+    """A TaskSpace as it is; one made of a number, a list of tasks or a gymnasium space."""
+    return task_space if isinstance(task_space, TaskSpace) else TaskSpace(task_space)
+
+
+def checked_length(task, length):
+    """`length`, in steps, as an int; else a ValueError that names the task."""
+    with contextlib.suppress(TypeError):
+        if length >= 0 and length % 1 == 0:  # of NaN and infinity the latter fails
+            return int(length)
+    raise ValueError(f"an episode of task {task!r} has length {length!r}: must be a whole number of steps from 0")
+
+
+def checked_completion(completion):
+    """What `_task_completion` returned, as a float."""
+    try:
+        return float(completion)
+    except (TypeError, ValueError):
+        raise ValueError(f"_task_completion returned {completion!r}: must be a number in [0, 1]") from None
 
 
 class TaskSpace:
@@ -111,7 +156,11 @@ class TaskSpace:
                 raise ValueError(f"{len(tasks)} tasks cannot name the {self.num_tasks or 'infinitely many'} of {space}")
             self._names, self._positions = list(tasks), {}
             for i, task in enumerate(tasks):
-                if task is None or self._positions.setdefault(self._key(task), i) != i:
+                try:
+                    first = self._positions.setdefault(self._key(task), i)
+                except TypeError:
+                    raise ValueError(f"tasks must be hashable, found {task!r}: name it by a string") from None
+                if task is None or first != i:
                     raise ValueError(f"tasks must be distinct and not None, found {task!r} at position {i} for {space}")
         self.seed(seed)
 
@@ -165,6 +214,17 @@ class TaskSpace:
             self.decode(encoding)
             return True
         return False
+
+    def restore(self, saved):
+        """An encoding from a checkpoint, which may have made lists of tuples and tensors of arrays."""
+        space = self.gym_space
+        if isinstance(space, gym.spaces.Dict):
+            return {key: part.restore(saved[key]) for key, part in zip(space.spaces, self._parts, strict=True)}
+        if isinstance(space, gym.spaces.Tuple):
+            return tuple(part.restore(value) for part, value in zip(self._parts, saved, strict=True))
+        encoding = int(saved) if self._start is not None else np.asarray(saved).astype(space.dtype)
+        self.decode(encoding)  # raises outside the space
+        return encoding
 
     def _convert(self, value, method):
         try:
@@ -392,7 +452,7 @@ class TaskWrapper(_Tasked, gym.Wrapper):
     def step(self, action):
         task = self.task  # remembered: a task that changes during the step has not earned this reward
         obs, reward, terminated, truncated, info = self.env.step(action)
-        completion = float(self._task_completion(obs, reward, terminated, truncated, info))
+        completion = checked_completion(self._task_completion(obs, reward, terminated, truncated, info))
         info = {**info, "task": task, "task_completion": completion}
         return self.observation(obs), reward, terminated, truncated, info
 
@@ -435,7 +495,7 @@ class PettingZooTaskWrapper(_Tasked):
     def step(self, actions):
         task = self.task  # as in TaskWrapper
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        completion = float(self._task_completion(obs, rewards, terminations, truncations, infos))
+        completion = checked_completion(self._task_completion(obs, rewards, terminations, truncations, infos))
         infos = self._with_task(obs, infos, task, completion)
         return self.observation(obs), rewards, terminations, truncations, infos
 

@@ -4,11 +4,16 @@ import copy
 
 import numpy as np
 
-from curricula.core import Curriculum
+from curricula.core import Curriculum, as_task_space, checked_length
 
 
 class DomainRandomization(Curriculum):
     """Uniform over the task space (Tobin et al. 2017, arXiv:1703.06907). No update changes it."""
+
+    def __init__(self, task_space, *, seed=None):
+        super().__init__(task_space, seed=seed)
+        if hasattr(self.task_space, "draw"):
+            self.task_space.draw(np.random.default_rng(0))  # raises for a Box without bounds
 
     def sample(self, k=1):
         """Draws k task encodings, a list, in O(k) however many tasks there are. In a Box: uniform in its bounds."""
@@ -29,8 +34,8 @@ class BatchedDomainRandomization(DomainRandomization):
     """
 
     def __init__(self, batch_size, task_space, warmup_batches=5, *, seed=None):
-        super().__init__(task_space, seed=seed)
-        if batch_size < 1 or warmup_batches < 0:
+        super().__init__(as_task_space(task_space), seed=seed)
+        if not 1 <= batch_size < np.inf or not 0 <= warmup_batches < np.inf:
             found = f"batch_size={batch_size!r}, warmup_batches={warmup_batches!r}"
             raise ValueError(f"{found}: must be at least 1 step and 0 batches")
         self.batch_size, self.warmup_batches = batch_size, warmup_batches
@@ -52,16 +57,17 @@ class BatchedDomainRandomization(DomainRandomization):
         return probabilities
 
     def update_on_episode(self, episode_return, length, task, progress, env_id=None):
-        whole, self._steps = divmod(self._steps + length, self.batch_size)
+        whole, self._steps = divmod(self._steps + checked_length(task, length), self.batch_size)
         if whole:
             self._batches, self._task = self._batches + whole, None
 
     def state_dict(self):
         return super().state_dict() | {"batches": self._batches, "steps": self._steps, "task": copy.copy(self._task)}
 
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        self._batches, self._steps, self._task = state["batches"], state["steps"], copy.copy(state["task"])
+    def _load(self, state):
+        super()._load(state)
+        self._batches, self._steps, task = int(state["batches"]), int(state["steps"]), state["task"]
+        self._task = None if task is None else self.task_space.restore(task)
 
     def metrics(self):
         return {"batches": float(self._batches)}

@@ -37,6 +37,17 @@ class DualCurriculum(Curriculum):
             opponents.append(self._opponent)
         return opponents
 
+    def available(self):
+        return self.env_curriculum.available()
+
+    def update_on_draw(self, tasks, env_ids):
+        self.env_curriculum.update_on_draw([task[0] for task in tasks], env_ids)
+        self.agent_curriculum.update_on_draw([task[1] for task in tasks], env_ids)
+
+    def update_on_end(self, env_ids, waiting):
+        self.env_curriculum.update_on_end(env_ids, waiting)
+        self.agent_curriculum.update_on_end(env_ids, waiting)
+
     def update_task_progress(self, task, progress, env_id=None):
         self.env_curriculum.update_task_progress(task[0], progress, env_id=env_id)
         self.agent_curriculum.update_task_progress(task[1], progress, env_id=env_id)
@@ -71,10 +82,10 @@ class DualCurriculum(Curriculum):
         batch = {"opponent": self._opponent, "draws_left": self._draws_left}
         return {"env": self.env_curriculum.state_dict(), "agent": self.agent_curriculum.state_dict(), **batch}
 
-    def load_state_dict(self, state):
+    def _load(self, state):
         self.env_curriculum.load_state_dict(state["env"])
         self.agent_curriculum.load_state_dict(state["agent"])
-        self._opponent, self._draws_left = state["opponent"], state["draws_left"]
+        self._opponent, self._draws_left = state["opponent"], int(state["draws_left"])
 
     def metrics(self):
         """Those of both, under env/ and agent/."""

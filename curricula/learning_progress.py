@@ -1,16 +1,19 @@
 """Learning progress (Kanitscheider et al. 2021, arXiv:2106.14876), learnability (arXiv:2408.15099, SFL)."""
 
+import contextlib
+
 import numpy as np
 
-from curricula.core import Curriculum
+from curricula.core import Curriculum, checked_length
 
 
 def checked_progress(task, progress):
     """`progress` as a float in [0, 1]; else a ValueError that names the task."""
-    if not 0 <= progress <= 1:  # NaN fails too
-        found = f"task {task!r} has progress {progress!r}"
-        raise ValueError(f"{found}: must be in [0, 1]; rescale what the wrapper's _task_completion returns")
-    return float(progress)
+    with contextlib.suppress(TypeError):
+        if 0 <= progress <= 1:  # NaN is not
+            return float(progress)
+    found = f"task {task!r} has progress {progress!r}"
+    raise ValueError(f"{found}: must be in [0, 1]; rescale what the wrapper's _task_completion returns")
 
 
 def reweight(p, theta):
@@ -96,8 +99,8 @@ class SuccessRates(Curriculum):
         return self._distribution.copy()
 
     def update_on_episode(self, episode_return, length, task, progress, env_id=None):
+        self._steps += checked_length(task, length)
         self._episodes += 1
-        self._steps += length
         if self._episodes >= (self.eval_interval or np.inf) or self._steps >= (self.eval_interval_steps or np.inf):
             self.eval_and_update()
 
@@ -150,16 +153,16 @@ class SuccessRates(Curriculum):
         arrays = {name: getattr(self, name).copy() for name in self.ARRAYS}
         return super().state_dict() | arrays | {"episodes": self._episodes, "steps": self._steps}
 
-    def load_state_dict(self, state):
+    def _load(self, state):
         for name in self.ARRAYS:
             if np.shape(state[name]) != (self.num_tasks,):
                 raise ValueError(
                     f"{name} has shape {np.shape(state[name])}: this curriculum has {self.num_tasks} tasks"
                 )
-        super().load_state_dict(state)
+        super()._load(state)
         for name in self.ARRAYS:
-            setattr(self, name, np.array(state[name], getattr(self, name).dtype))
-        self._episodes, self._steps = state["episodes"], state["steps"]
+            setattr(self, name, np.asarray(state[name]).astype(getattr(self, name).dtype))
+        self._episodes, self._steps = int(state["episodes"]), int(state["steps"])
         self._refresh()
 
     def metrics(self):
@@ -241,6 +244,7 @@ class OnlineLearningProgress(LearningProgress):
         self._trials[index] += 1
 
     def update_on_episode(self, episode_return, length, task, progress, env_id=None):
+        length = checked_length(task, length)
         self.update_task_progress(task, progress, env_id)
         super().update_on_episode(episode_return, length, task, progress, env_id)
 

@@ -5,12 +5,7 @@ from collections import deque
 
 import numpy as np
 
-from curricula.core import Curriculum, TaskSpace
-
-
-def as_task_space(task_space):
-    """A TaskSpace as it is; one made of a number, a list of tasks or a gymnasium space."""
-    return task_space if isinstance(task_space, TaskSpace) else TaskSpace(task_space)
+from curricula.core import Curriculum, as_task_space
 
 
 class Constant(Curriculum):
@@ -31,7 +26,7 @@ class Constant(Curriculum):
 
 
 class Manual(Curriculum):
-    """The tasks of `add_tasks`, first in, first out."""
+    """The tasks of `add_tasks`, first in, first out. With none left, environments wait for `add_tasks`."""
 
     def __init__(self, task_space, *, seed=None):
         super().__init__(as_task_space(task_space), seed=seed)
@@ -41,6 +36,9 @@ class Manual(Curriculum):
         """Appends (decoded) tasks; all of them, or with a ValueError none."""
         self._queue.extend([self.task_space.encode(task) for task in tasks])
 
+    def available(self):
+        return len(self._queue)
+
     def sample(self, k=1):
         if len(self._queue) < k:
             raise ValueError(f"{k} tasks wanted, {len(self._queue)} queued: add_tasks([...]) first")
@@ -49,9 +47,9 @@ class Manual(Curriculum):
     def state_dict(self):
         return super().state_dict() | {"queue": list(self._queue)}
 
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        self._queue = deque(state["queue"])
+    def _load(self, state):
+        super()._load(state)
+        self._queue = deque(map(self.task_space.restore, state["queue"]))
 
     def metrics(self):
         return {"tasks_queued": float(len(self._queue))}

@@ -96,8 +96,6 @@ class PrioritizedLevelReplay(Curriculum):
                  staleness_transform="power", staleness_temperature=1.0, rho=1.0, replay_prob=0.5,
                  replay_schedule="proportionate", alpha=1.0, epsilon=0.05, max_score_coef=0.0, robust=False,
                  buffer_size=None, seed=None):  # fmt: skip
-        if not isinstance(task_space, (int, np.integer)) and not hasattr(task_space, "num_tasks"):
-            raise ValueError(f"task_space={task_space!r}: must be a number or a TaskSpace (made of a list, a space)")
         super().__init__(task_space, seed=seed)
         unit, positive, schedules = "in [0, 1]", "above 0 and finite", ("proportionate", "fixed")
         ages = self.TRANSFORMS[:6]  # an age is no success rate
@@ -406,12 +404,12 @@ class PrioritizedLevelReplay(Curriculum):
             "staging": {level: self._clock - drawn for level, drawn in self._staging.items()},
         }
 
-    def load_state_dict(self, state):
+    def _load(self, state):
         for name, low in (("scores", -np.inf), ("unseen", 0), ("staleness", 0)):
             array, shape = np.asarray(state[name]), self._scores.shape
             if array.shape != shape or not (np.isfinite(array) & (array >= low)).all():
                 raise ValueError(f"{name} has shape {array.shape}: must be {shape}, finite and not below {low}")
-        super().load_state_dict(state)
+        super()._load(state)
         self._scores, self._unseen = np.asarray(state["scores"]).astype(float), np.asarray(state["unseen"]) != 0
         self._clock, self._last_drawn = 0.0, -np.asarray(state["staleness"]).astype(float)
         self._oldest = min(-state["staleness_bound"], float(self._last_drawn[~self._unseen].min(initial=0)))

@@ -29,7 +29,8 @@ class SelfPlay(Curriculum):
     """The opponent is the newest copy of the agent: its id is always 0.
 
     A task is an opponent's id. `agent` is the first opponent: a flat array, a torch module, anything that deepcopy
-    copies. Copies keep the weights that they were made with: arrays become read-only, modules need no gradient.
+    copies. Copies keep the weights that they were made with: arrays become read-only, modules get no gradient and are
+    in eval mode.
     Every result changes the opponent's record: its counts of games and of wins are multiplied by `decay`, then the game
     is added, a draw as half a win. The record starts with `prior_games` games, half of them won (decay=1, prior_games=2
     is the mean of a Beta(1, 1) posterior; prior_games=1/(1 - decay) a moving average). Without games, or with fewer
@@ -81,7 +82,7 @@ class SelfPlay(Curriculum):
         games, wins, played, rating = record
         # Elo: what the result says beyond the expected score, at most K = 32 points
         change = 32 * (result - 1 / (1 + 10 ** ((rating - self.rating) / 400)))
-        self.rating += change
+        self.rating += float(change)
         record[:] = self.decay * games + 1, self.decay * wins + result, played + 1, rating - change
 
     def win_rates(self):
@@ -116,12 +117,24 @@ class SelfPlay(Curriculum):
         self._next_id, self.num_tasks = opponent_id + 1, len(self._agents)
 
     @staticmethod
-    def _snapshot(agent):
+    def _shapes(agent):
+        """What agents of one game have in common, as far as it can be seen."""
+        if hasattr(agent, "load_state_dict"):
+            return {name: np.shape(value) for name, value in agent.state_dict().items()}
+        return agent.shape if isinstance(agent, np.ndarray) else type(agent)
+
+    def _snapshot(self, agent):
+        wanted = [self._shapes(held) for held in list(self._agents.values())[:1]]
+        if agent is None or wanted not in ([], [self._shapes(agent)]):
+            found = f"found {type(agent).__name__} of {self._shapes(agent)}"
+            raise ValueError(f"an agent is one as the first, of {wanted[0]}, {found}")
         snapshot = copy.deepcopy(agent)
         if isinstance(snapshot, np.ndarray):
             snapshot.setflags(write=False)
         elif hasattr(snapshot, "requires_grad_"):  # of torch: an opponent only acts
             snapshot.requires_grad_(False)
+            if hasattr(snapshot, "eval"):  # a tensor has none
+                snapshot.eval()  # BatchNorm would learn from the games, and Dropout play them badly
         return snapshot
 
     def _restored(self, saved):
@@ -138,17 +151,18 @@ class SelfPlay(Curriculum):
         return agent
 
     def state_dict(self):
-        agents = [a.state_dict() if hasattr(a, "load_state_dict") else a for a in self._agents.values()]
+        saved = [a.state_dict() if hasattr(a, "load_state_dict") else a for a in self._agents.values()]
+        agents = [a if isinstance(a, np.ndarray) else copy.deepcopy(a) for a in saved]
         records = np.array(list(self._records.values()), float)
         state = {"ids": np.array(self.opponents), "records": records, "next_id": self._next_id, "rating": self.rating}
         return {**super().state_dict(), **state, "agents": agents}
 
-    def load_state_dict(self, state):
+    def _load(self, state):
         ids, records = np.asarray(state["ids"]).tolist(), np.asarray(state["records"]).tolist()
         if not 1 <= len(ids) <= self.capacity:
             raise ValueError(f"the state holds {len(ids)} opponents, this curriculum 1 to {self.capacity}")
         agents = [self._restored(saved) for saved in state["agents"]]
-        super().load_state_dict(state)
+        super()._load(state)
         self._agents, self._records = dict(zip(ids, agents)), dict(zip(ids, records))
         self._next_id, self.rating, self.num_tasks = int(state["next_id"]), float(state["rating"]), len(ids)
 

@@ -1,5 +1,6 @@
 """One curriculum after the other, each until its stopping condition holds."""
 
+import contextlib
 import copy
 import math
 import re
@@ -8,10 +9,11 @@ from collections import deque
 import gymnasium as gym
 import numpy as np
 
-from curricula.core import Curriculum, TaskSpace
+from curricula.core import Curriculum, TaskSpace, as_task_space, checked_length
 from curricula.domain_randomization import DomainRandomization
-from curricula.manual import Constant, as_task_space
+from curricula.manual import Constant
 
+MEMORY = 10_000  # draws that nobody has played yet; an environment in the sync has its own, without a limit
 METRICS = ("steps", "episodes", "tasks", "total_steps", "total_episodes", "total_tasks", "episode_return")
 OPERATORS = {
     "<": lambda x, value, start: x < value,
@@ -61,8 +63,11 @@ class SequentialCurriculum(Curriculum):
     - = holds once the value is reached, also if one episode jumps over it.
 
     Conditions are looked at after each draw and each finished episode. An episode counts, and its updates are passed
-    on, in the stage that drew its task; if that has ended, it counts for the totals alone. Of several draws of one task
-    the oldest is the first to be played; without an `env_id` there is one environment, which plays the newest.
+    on, in the stage that drew its task; if that has ended, it counts for the totals alone. Of an environment in the
+    sync it is known which draw it plays (update_on_draw and update_on_end; a loop of yours may call them too, and must
+    where episodes are cut off). Otherwise it plays the oldest unplayed draw of its task, or without an `env_id`, where
+    there is but one environment, the newest; the last MEMORY draws are kept in mind. What is played without a draw
+    belongs to the present stage.
     """
 
     def __init__(self, curriculum_list, stopping_conditions, task_space, return_buffer_size=1000, should_loop=False,
@@ -72,17 +77,17 @@ class SequentialCurriculum(Curriculum):
         if not stages or len(stopping_conditions) != needed:
             found = f"{stages} stages with {len(stopping_conditions)} stopping conditions"
             raise ValueError(f"{found}: at least 1 stage is needed, and here {max(needed, 0)} conditions")
-        if return_buffer_size < 1:
-            raise ValueError(f"return_buffer_size={return_buffer_size!r}: must be at least 1 episode")
+        if not return_buffer_size >= 1 or return_buffer_size % 1 != 0:
+            raise ValueError(f"return_buffer_size={return_buffer_size!r}: must be a whole number of episodes from 1")
         self.curriculum_list = [self._stage_of(x, rng) for x, rng in zip(curriculum_list, self.rng.spawn(stages))]
         self.stopping_conditions = [c if callable(c) else parse_condition(c) for c in stopping_conditions]
         self.requires_step_updates = any(curriculum.requires_step_updates for curriculum in self.curriculum_list)
         self.requires_observations = any(curriculum.requires_observations for curriculum in self.curriculum_list)
         self._stage = 0  # counts on when the stages loop
         self._counts = dict.fromkeys(METRICS[:-1], 0)
-        self._returns, self._first_mean = deque(maxlen=return_buffer_size), None
-        self._draws = {}  # key of a task -> [(stage, the stage's encoding), ...] of its unplayed draws, oldest first
-        self._playing = {}  # env_id -> (key, stage, encoding) of an episode that has sent something
+        self._returns, self._first_mean = deque(maxlen=int(return_buffer_size)), None
+        self._unplayed = []  # (key, stage, the stage's encoding) of draws that are not known to be anyone's
+        self._drawn = {}  # env_id -> those that it plays, in order: the first one is underway, or the next
 
     def _stage_of(self, entry, rng):
         """The curriculum that an entry means; its tasks, if not too many to look at, are all in the task space."""
@@ -98,7 +103,10 @@ class SequentialCurriculum(Curriculum):
 
     @property
     def current_curriculum(self):
-        return self.curriculum_list[self._stage % len(self.curriculum_list)]
+        return self._of(self._stage)
+
+    def _of(self, stage):
+        return self.curriculum_list[stage % len(self.curriculum_list)]
 
     def _outer(self, curriculum, encoding):
         """The environments' encoding of a stage's."""
@@ -111,16 +119,36 @@ class SequentialCurriculum(Curriculum):
         self.task_space.decode(task)  # raises outside the space
         return gym.spaces.flatten(self.task_space.gym_space, task).tobytes().hex()
 
+    def available(self):
+        return min(1, self.current_curriculum.available())  # after a draw it may be the next stage's turn
+
     def sample(self, k=1):
         tasks = []
         for _ in range(k):
             curriculum = self.current_curriculum
             encoding = curriculum.sample()[0]
             tasks.append(self._outer(curriculum, encoding))
-            self._draws.setdefault(self._key(tasks[-1]), []).append((self._stage, encoding))
+            self._unplayed.append((self._key(tasks[-1]), self._stage, encoding))
             self._count(1, tasks=1)
             self._advance()
+        del self._unplayed[:-MEMORY]
         return tasks
+
+    def update_on_draw(self, tasks, env_ids):
+        new = [self._unplayed.pop() for _ in tasks][::-1]
+        for env_id in env_ids:
+            self._drawn.setdefault(env_id, []).extend(new)
+        for curriculum in self.curriculum_list:
+            if own := [encoding for _, stage, encoding in new if self._of(stage) is curriculum]:
+                curriculum.update_on_draw(own, env_ids)
+
+    def update_on_end(self, env_ids, waiting):
+        for env_id in env_ids:
+            mine = self._drawn.get(env_id, [])
+            del mine[: max(len(mine) - waiting, 0)]
+        left = [stage for _, stage, _ in self._drawn.get(env_ids[0], []) if stage is not None]
+        for curriculum in self.curriculum_list:
+            curriculum.update_on_end(env_ids, sum(self._of(stage) is curriculum for stage in left))
 
     def _sample_distribution(self):
         curriculum = self.current_curriculum
@@ -166,23 +194,20 @@ class SequentialCurriculum(Curriculum):
 
     def _played(self, task, env_id, ends):
         """The present stage's encoding of the task that an environment plays; None if it is not of this stage."""
-        key = self._key(task)
-        known, stage, encoding = self._playing.pop(env_id, (None, None, None))
-        if known != key:
-            draws = self._draws.get(key, [])
-            if draws:
-                stage, encoding = draws.pop(-1 if env_id is None else 0)
-                if not draws:
-                    del self._draws[key]
-            else:  # played again without a draw
-                stage, encoding = self._stage, None
-                try:
-                    encoding = as_task_space(self.current_curriculum.task_space).encode(self.task_space.decode(task))
-                except ValueError:
-                    stage = None
-        if not ends:
-            self._playing[env_id] = key, stage, encoding
+        key, mine = self._key(task), self._drawn.setdefault(env_id, [])
+        if not mine or mine[0][0] != key:
+            places = [i for i, draw in enumerate(self._unplayed) if draw[0] == key]
+            place = places and places[-1 if env_id is None else 0]
+            mine[:1] = [self._unplayed.pop(place) if places else (key, *self._undrawn(task))]
+        _, stage, encoding = mine.pop(0) if ends else mine[0]
         return encoding if stage == self._stage else None
+
+    def _undrawn(self, task):
+        """(stage, its encoding) of a task that is played without a draw; (None, None) if the stage does not know it."""
+        with contextlib.suppress(ValueError):
+            known = as_task_space(self.current_curriculum.task_space)
+            return self._stage, known.encode(self.task_space.decode(task))
+        return None, None
 
     def update_task_progress(self, task, progress, env_id=None):
         encoding = self._played(task, env_id, ends=True)
@@ -206,7 +231,7 @@ class SequentialCurriculum(Curriculum):
     def update_on_episode(self, episode_return, length, task, progress, env_id=None):
         if not math.isfinite(episode_return):
             raise ValueError(f"episode_return={episode_return!r} of task {task!r}: must be finite")
-        encoding = self._played(task, env_id, ends=True)
+        length, encoding = checked_length(task, length), self._played(task, env_id, ends=True)
         self._count(encoding is not None, steps=length, episodes=1)
         if encoding is not None:
             self._returns.append(float(episode_return))
@@ -224,20 +249,26 @@ class SequentialCurriculum(Curriculum):
             "counts": dict(self._counts),
             "returns": list(self._returns),
             "first_mean": self._first_mean,
-            "draws": copy.deepcopy(self._draws),
-            "playing": copy.deepcopy(self._playing),
+            "unplayed": copy.deepcopy(self._unplayed),
+            "drawn": copy.deepcopy(self._drawn),
             "curricula": [curriculum.state_dict() for curriculum in self.curriculum_list],
         }
 
-    def load_state_dict(self, state):
+    def _load(self, state):
         if len(state["curricula"]) != len(self.curriculum_list):
             raise ValueError(f"a state of {len(state['curricula'])} stages does not fit {len(self.curriculum_list)}")
-        super().load_state_dict(state)
-        self._stage, self._counts, self._first_mean = state["stage"], dict(state["counts"]), state["first_mean"]
-        self._returns = deque(state["returns"], maxlen=self._returns.maxlen)
-        self._draws, self._playing = copy.deepcopy(state["draws"]), copy.deepcopy(state["playing"])
+        super()._load(state)
+        self._stage, self._first_mean = int(state["stage"]), state["first_mean"]
+        self._counts = {name: int(state["counts"][name]) for name in self._counts}
+        self._returns = deque(map(float, state["returns"]), maxlen=self._returns.maxlen)
+        self._unplayed = [self._restored(*draw) for draw in state["unplayed"]]
+        self._drawn = {env_id: [self._restored(*draw) for draw in draws] for env_id, draws in state["drawn"].items()}
         for curriculum, saved in zip(self.curriculum_list, state["curricula"]):
             curriculum.load_state_dict(saved)
+
+    def _restored(self, key, stage, encoding):
+        known = None if stage is None else as_task_space(self._of(stage).task_space)
+        return key, stage, known and known.restore(encoding)
 
     def metrics(self):
         """The present stage's metrics, its number and what it has counted."""

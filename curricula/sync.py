@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 import weakref
+from collections import Counter
 from multiprocessing.heap import Arena
 from multiprocessing.reduction import DupFd
 from threading import Lock
@@ -25,7 +26,7 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 
-from curricula.core import TaskSpace
+from curricula.core import Curriculum, PettingZooTaskWrapper, TaskWrapper, as_task_space
 
 _REQUIRES = "requires_step_updates", "requires_observations"
 
@@ -272,15 +273,16 @@ class SyncComponents:
 
     MAX_BUFFER = 16  # tasks in a ring
     HEAD = struct.Struct("6q")  # of a message: its bytes, time in ns, kind, agent, steps, tasks wanted since the start
-    HELLO, STEPS, PROGRESS, EPISODE, ASK = range(5)  # kinds of messages
+    HELLO, STEPS, PROGRESS, EPISODE, ASK, ERROR = 0, 1, 2, 3, 4, 6  # kinds of messages; 5 is curricula/ray_sync.py's
     SENT, GOT, OWNER, PUT, FREED, WAITING = 0, 1, 2, 8, 9, 10  # words of a place: a cache line for each side's writes
-    ASLEEP, CLOSED, FAILED = 0, 1, 2  # words for all, then up to 8 KiB of the error's text
+    ASLEEP, CLOSED, FAILED, BUSY, EMPTY = range(5)  # words for all, then up to 8 KiB of the error's text
     _ERROR_AT, _PLACES_AT, _ERROR_BYTES = 64, 64 + 8192, 8192
+    _words = None  # over Ray there are none
 
     def __init__(self, task_space, *, max_envs, timeout, ring_bytes, requires_step_updates, requires_observations):
-        if min(max_envs, timeout, ring_bytes) <= 0:
+        if not all(0 < x < 10**15 and x % 1 == 0 for x in (max_envs, ring_bytes)) or not 0 < timeout < 10**6:
             found = f"max_envs={max_envs}, timeout={timeout}, ring_bytes={ring_bytes}"
-            raise ValueError(f"a curriculum needs sizes and a timeout above 0, found {found}")
+            raise ValueError(f"a curriculum needs whole sizes and a timeout above 0, of at most 1e6 s, found {found}")
         settings = task_space, max_envs, timeout, -(-ring_bytes // 8) * 8, requires_step_updates, requires_observations
         self._attach((*settings, os.getpid()), os.memfd_create("curriculum"))
 
@@ -300,13 +302,15 @@ class SyncComponents:
         self._words = self._memory[: self._tasks_at].cast("q")
         self._address = np.frombuffer(self._words, np.int64).ctypes.data
         self._places = np.frombuffer(self._words, np.int64)[self._PLACES_AT // 8 :].reshape(self.max_envs, 16)
+        self._lost = {}  # place -> the process that lost it to this one
 
     def __getstate__(self):
         try:
             settings = cloudpickle.dumps(self._settings)  # takes lambdas too; gymnasium itself needs it
         except Exception as error:
+            stuck = (f"the task {task!r}" for task in self.task_space._names or () if not _pickles(task))
             fix = "name such tasks by strings and look them up in change_task, or start the processes by fork"
-            raise TypeError(f"{self.task_space!r} cannot go to another process ({error}): {fix}") from error
+            raise TypeError(f"{next(stuck, self.task_space)} cannot go to another process ({error}): {fix}") from error
         return settings, DupFd(self._fd)
 
     def __setstate__(self, state):
@@ -350,12 +354,15 @@ class SyncComponents:
         for place in range(self.max_envs) if env_id is None else (env_id,):
             with contextlib.suppress(BlockingIOError):
                 self._lock(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, place)
+                self._lost[place] = self.word(place, self.OWNER)
                 self.set_word(place, self.OWNER, os.getpid())
                 return place, fd
         os.close(fd)
         if env_id is not None:
-            raise ValueError(f"environment {env_id} is there already, in the process {self.word(env_id, self.OWNER)}")
-        pids = ", ".join(map(str, np.unique(self._places[:, self.OWNER])))
+            raise ValueError(
+                f"environment {env_id} is there already, in the process {_holder(self.word(env_id, self.OWNER))}"
+            )
+        pids = ", ".join(map(_holder, np.unique(self._places[:, self.OWNER]).tolist()))
         fix = "give make_multiprocessing_curriculum a larger max_envs"
         raise ValueError(f"all {self.max_envs} places for environments are taken (by the processes {pids}): {fix}")
 
@@ -367,6 +374,10 @@ class SyncComponents:
     def _lock(fd, command, kind, place):
         flock = struct.Struct("hhqqi4x")
         return flock.unpack(fcntl.fcntl(fd, command, flock.pack(kind, os.SEEK_SET, place, 1, 0)))[0]
+
+    def lost(self, place):
+        """To the one who claimed a place: the process that held it before, if it left without release(), or 0."""
+        return self._lost.pop(place) if self._words else 0
 
     def take(self, place):
         """The next task encoding; waits for it."""
@@ -419,7 +430,7 @@ class SyncComponents:
             if waited >= self.timeout:
                 since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
                 stuck = f"the curriculum (in process {self.learner}; is it started?) {stuck}"
-                raise TimeoutError(f"environment {place}: {stuck} for {waited:.1f} s (since {since})")
+                raise TimeoutError(f"environment {place}: {stuck} for {waited:.1f} s (since {since}){self._why()}")
             if here and self.serve and self.serve():
                 continue
             # a fork server's child never has the learner as its parent; a zombie has no exe
@@ -429,7 +440,17 @@ class SyncComponents:
             self._sleep(self._index(place, self.WAITING), over, min(1.0, self.timeout - waited))
         SyncQueue._fence()
 
+    def _why(self):
+        if since := self._words[self.BUSY]:
+            busy = (time.monotonic_ns() - since) / 1e9
+            return f": it has been busy for {busy:.1f} s, which may take a longer timeout"
+        return ": it has no task to give; a Manual curriculum needs add_tasks([...])" if self._words[self.EMPTY] else ""
+
     # The learner's side.
+
+    def note(self, word, value):
+        if self._words:
+            self._words[word] = value
 
     def messages(self):
         """What lies in the rings, by its time: tuples (time, place, kind, agent, steps, wanted, start, stop, freed)."""
@@ -480,7 +501,7 @@ class SyncComponents:
         for place in np.flatnonzero(self._places[:, self.OWNER]).tolist():
             pid = self.word(place, self.OWNER)
             free = self._lock(self._fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, place) == fcntl.F_UNLCK
-            if free and pid == self.word(place, self.OWNER):
+            if (free or _gone(pid)) and pid == self.word(place, self.OWNER):
                 found[place] = pid
         return found
 
@@ -498,6 +519,22 @@ class SyncComponents:
         """Until an environment wants something."""
         over = lambda: self._words[self.CLOSED] or (self._places[:, self.SENT] != self._places[:, self.FREED]).any()  # noqa: E731
         self._sleep(self.ASLEEP, over, seconds)
+
+
+def _pickles(task):
+    try:
+        return bool(cloudpickle.dumps(task))
+    except Exception:
+        return False
+
+
+def _gone(pid):
+    return not os.path.exists(f"/proc/{pid}/exe")  # which a zombie lacks
+
+
+def _holder(pid):
+    """A process that holds a place, in words."""
+    return f"{pid} (which is gone; a child that it forked still holds the place: end that)" if _gone(pid) else str(pid)
 
 
 def _step_record(tree):
@@ -520,7 +557,7 @@ class _Track:
         self.started = False
 
     def start(self, obs):
-        self.started, self.episode_return, self.length = True, 0.0, 0
+        self.started, self.ended, self.episode_return, self.length = True, False, 0.0, 0
         self.write(0, obs)
 
     def write(self, index, obs):
@@ -529,12 +566,16 @@ class _Track:
                 field[index] = leaf
 
     def add(self, link, obs, reward, progress, terminated, truncated):
-        if not 0 <= progress <= 1:
+        try:
+            valid = 0 <= progress <= 1
+        except TypeError:
+            valid = False
+        if not valid:
             fix = "let _task_completion return a number in [0, 1]"
             raise ValueError(f"task_completion {progress!r} of the task {link.task!r} is outside [0, 1]: {fix}")
         self.episode_return += float(reward)
         self.length += 1
-        link.progress = progress
+        self.ended, link.progress = terminated or truncated, progress
         if self.full:
             if len(self.rows) == self.full:  # not earlier: cut() needs a step that was not sent
                 self.flush(link)
@@ -562,12 +603,14 @@ class _Link:
         if not isinstance(components, SyncComponents):
             found = f"found {type(components).__name__}"
             raise TypeError(f"components is the .components of make_multiprocessing_curriculum's return, {found}")
+        task_space = as_task_space(task_space)
         if not _same(task_space, components.task_space):
             raise ValueError(f"the environment's {task_space!r} is not the curriculum's {components.task_space!r}")
         if batch_size < 1 or not 1 <= buffer_size <= components.MAX_BUFFER:
             found = f"found batch_size={batch_size}, buffer_size={buffer_size}"
             raise ValueError(f"batch_size is at least 1 and buffer_size in 1..{components.MAX_BUFFER}, {found}")
-        self.components, self.task_space, self.env_id, self._buffer = components, task_space, env_id, buffer_size
+        self.components, self.task_space, self._wanted_id, self._buffer = components, task_space, env_id, buffer_size
+        self.env_id = env_id
         self.changes_task, self.task, self.packed = change_task_on_completion, _NO_TASK, None
         self._pid, self._underway, self._asked = None, False, False
         trees = [_tree(space) if components.requires_observations else () for space in spaces]
@@ -580,7 +623,7 @@ class _Link:
             cached = max(1, 2**20 // nbytes)  # observations that are still in the cache when they are sent
             self.tracks.append(_Track(agent, tree, min(batch_size, room // nbytes - 1, cached)))
         self.tracks = self.tracks or [_Track(agent, (), 0) for agent in range(len(spaces))]
-        hello = pickle.dumps((len(spaces), trees))
+        hello = pickle.dumps((len(spaces), trees, buffer_size))
         self._hello = hello.ljust(-(-len(hello) // 8) * 8, b"\0")  # pickle.loads stops where the pickle ends
 
     def send(self, kind, track=None, parts=(), steps=0, ask=False, wake=True):
@@ -593,10 +636,10 @@ class _Link:
     def next_task(self):
         """The next task, decoded, for the start of an episode; the episode underway is over, cut off."""
         if self._pid is None:
-            self.env_id, fd = self.components.claim(self.env_id)
+            self.env_id, fd = self.components.claim(self._wanted_id)
             self._pid, self._release = os.getpid(), weakref.finalize(self, os.close, fd)
             self._fd = fd
-            self.send(SyncComponents.HELLO, None, (self._hello,), ask=True)
+            self.send(SyncComponents.HELLO, None, (self._hello,), self.components.lost(self.env_id), ask=True)
         self._cut()
         return self._take()
 
@@ -606,10 +649,14 @@ class _Link:
         self._asked = False
         return self.task_space.decode(self.components.take(self.env_id))
 
-    def start(self, task, observations):
-        """After the environment's reset: the task that it plays, and each agent's observation (None: not there yet)."""
+    def start(self, info, observations):
+        """After the environment's reset, whose info has the task; each agent's observation (None: not there yet)."""
+        if "task" not in info:
+            raise ValueError(
+                f"reset(new_task=...) told no task: its info needs 'task', as a TaskWrapper's, found {info}"
+            )
         self._underway, self.progress = True, 0.0
-        self.play(task)
+        self.play(info["task"])
         for track, obs in zip(self.tracks, observations):
             track.started = False
             if obs is not None:
@@ -631,21 +678,30 @@ class _Link:
     def complete(self):
         """The task is done and the episode goes on: reports it, and returns the next task, decoded."""
         self._flush()
-        self._report(SyncComponents.PROGRESS, lambda track: struct.pack("d", self.progress))
+        self._report()
         return self._take()
 
     def finish(self):
         """The episode is over."""
         self._check_underway()
         self._flush()
-        figures = lambda track: struct.pack("dqd", track.episode_return, track.length, self.progress)  # noqa: E731
         self._underway, self.task = False, _NO_TASK
-        self._report(SyncComponents.EPISODE, figures)
+        self._report()
 
-    def _report(self, kind, figures):
+    def _report(self):
         tracks = [track for track in self.tracks if track.started]
         for track in tracks:
-            self.send(kind, track, (self.packed, figures(track)), ask=track is tracks[-1])
+            kind, figures = SyncComponents.PROGRESS, struct.pack("d", self.progress)
+            if track.ended or not self._underway:
+                kind, track.started = SyncComponents.EPISODE, False
+                figures = struct.pack("dqd", track.episode_return, track.length, self.progress)
+            self.send(kind, track, (self.packed, figures), ask=track is tracks[-1])
+
+    def failed(self):
+        """The environment raises: the curriculum's process is told, in case that this one dies of it."""
+        text = traceback.format_exc().encode(errors="backslashreplace")[-1024:]
+        with contextlib.suppress(EOFError, RuntimeError, TimeoutError):  # the error underway is the one to raise
+            self.send(SyncComponents.ERROR, None, (text.ljust(-(-len(text) // 8) * 8),))
 
     def _flush(self):
         for track in self.tracks:
@@ -678,7 +734,9 @@ def _same(space, other):
     if space.gym_space != other.gym_space or len(names) != len(others):
         return False
     plain = (str, int, float, tuple, list)  # other objects need not be equal to their copies
-    return all(space._key(a) == space._key(b) for a, b in zip(names, others) if isinstance(a, plain))
+    return all(map(_same, space._parts or (), other._parts or ())) and all(
+        space._key(a) == space._key(b) for a, b in zip(names, others) if isinstance(a, plain)
+    )
 
 
 class GymnasiumSyncWrapper(gym.Wrapper):
@@ -691,7 +749,8 @@ class GymnasiumSyncWrapper(gym.Wrapper):
     underway is lost. `buffer_size`: tasks drawn beyond those of finished episodes. 1: each is drawn after the report of
     the episode before; 2 (the default): one episode earlier, so that reset need not wait. Up to `batch_size` steps
     travel together. `change_task_on_completion`: a task that is done within an episode is reported and replaced.
-    An episode cut off by reset() or close() ends truncated in its steps and is no finished episode.
+    Its observation then has the new goal of a TaskWrapper. An episode cut off by reset() or close() is no finished
+    episode: its last step is truncated, unless it completed a task, and the curriculum hears of it by update_on_end.
     """
 
     def __init__(
@@ -712,13 +771,22 @@ class GymnasiumSyncWrapper(gym.Wrapper):
         self._track = self._link.tracks[0]
 
     def reset(self, *, seed=None, options=None):
-        obs, info = self.env.reset(new_task=self._link.next_task(), seed=seed, options=options)
-        self._link.start(info["task"], [obs])
+        task = self._link.next_task()
+        try:
+            obs, info = self.env.reset(new_task=task, seed=seed, options=options)
+        except Exception:
+            self._link.failed()
+            raise
+        self._link.start(info, [obs])
         return obs, {**info, "task": self._link.encoding}
 
     def step(self, action):
         link = self._link
-        obs, reward, terminated, truncated, info = self.env.step(action)
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(action)
+        except Exception:
+            link.failed()
+            raise
         if info["task"] is not link.task:
             link.play(info["task"])
         self._track.add(link, obs, reward, info["task_completion"], terminated, truncated)
@@ -727,7 +795,9 @@ class GymnasiumSyncWrapper(gym.Wrapper):
             link.finish()
         elif link.changes_task and info["task_completion"] >= 1:
             self.env.change_task(link.complete())
-            obs = self.env.observation(obs)  # with the new goal
+            if isinstance(self.env, TaskWrapper):
+                obs = self.env._with_goal(obs, self.env.observation_space)
+                self._track.write(0, obs)  # what the agent acts on next
         return obs, reward, terminated, truncated, info
 
     def close(self):
@@ -742,7 +812,8 @@ class PettingZooSyncWrapper:
 
     Each agent's steps and episode are reported by themselves: to the curriculum, agent j of `possible_agents` in
     environment i is the environment `i * len(possible_agents) + j`. An agent's length counts the steps that it was
-    there; all are reported when no agent is left. Other than that it answers to what `env` does.
+    there; all are reported when no agent is left, those that are gone also when the task changes. Other than that it
+    answers to what `env` does.
     """
 
     def __init__(
@@ -769,13 +840,22 @@ class PettingZooSyncWrapper:
         return getattr(self.env, name)
 
     def reset(self, seed=None, options=None):
-        obs, infos = self.env.reset(seed=seed, options=options, new_task=self._link.next_task())
-        self._link.start(infos[next(iter(obs))]["task"], [obs.get(agent) for agent in self._tracks])
+        task = self._link.next_task()
+        try:
+            obs, infos = self.env.reset(seed=seed, options=options, new_task=task)
+        except Exception:
+            self._link.failed()
+            raise
+        self._link.start(infos[next(iter(obs))], [obs.get(agent) for agent in self._tracks])
         return obs, self._with_encoding(infos)
 
     def step(self, actions):
         link = self._link
-        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        try:
+            obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        except Exception:
+            link.failed()
+            raise
         for agent in obs:
             if infos[agent]["task"] is not link.task:
                 link.play(infos[agent]["task"])
@@ -789,7 +869,10 @@ class PettingZooSyncWrapper:
             link.finish()
         elif link.changes_task and link.progress >= 1:
             self.env.change_task(link.complete())
-            obs = self.env.observation(obs)
+            if isinstance(self.env, PettingZooTaskWrapper):
+                obs = {agent: self.env._with_goal(o, self.env.observation_space(agent)) for agent, o in obs.items()}
+                for agent, o in obs.items():
+                    self._tracks[agent].write(0, o)
         return obs, rewards, terminations, truncations, infos
 
     def _with_encoding(self, infos):
@@ -816,13 +899,17 @@ class CurriculumSyncWrapper:
     a fixed order, the same seed draws the same tasks; with several processes their timing decides who comes first.
     A failure of the curriculum is raised in every environment at once, and here at the next call and by stop().
     Without start(), pump() does the thread's work, and environments in this process do it by themselves.
+    After Ctrl-C or another exception the thread gets HURRY seconds to finish, otherwise the time-out.
     `final_obs` in the info of an episode's last step is the observation after it; the info of all others is empty.
     """
+
+    HURRY = 10.0
 
     def __init__(self, curriculum, components):
         self.curriculum, self.components = curriculum, components
         self._lock, self._thread, self._stopped, self._error, self._told = threading.RLock(), None, False, None, False
-        self._envs, self._look, self._mourned = {}, 0.0, set()
+        self._envs, self._owed = {}, {}  # place -> (agents, trees, buffer); place -> tasks it wants, since the start
+        self._look, self._mourned, self._losses, self._last_words = 0.0, set(), Counter(), {}
         for name in _REQUIRES:
             if bool(getattr(curriculum, name, False)) != getattr(components, name):
                 told = f"{type(curriculum).__name__}.{name} is {not getattr(components, name)}"
@@ -835,8 +922,8 @@ class CurriculumSyncWrapper:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        self.stop()
+    def __exit__(self, error, *_):
+        self._stop(self.components.timeout if error is None else self.HURRY)
 
     def __getstate__(self):
         raise TypeError("the curriculum stays in its process: give the others its .components")
@@ -851,7 +938,11 @@ class CurriculumSyncWrapper:
         @functools.wraps(value)
         def call(*args, **kwargs):
             with self._ours():
-                return value(*args, **kwargs)
+                with self._busy():
+                    result = value(*args, **kwargs)
+                if self._owed:
+                    self._serve()  # it may have got tasks
+                return result
 
         return call
 
@@ -867,14 +958,16 @@ class CurriculumSyncWrapper:
 
     def stop(self):
         """Ends all waiting, applies everything that was sent, and raises a failure that was not raised before."""
+        self._stop(self.components.timeout)
+
+    def _stop(self, seconds):
         if not self._stopped and os.getpid() == self.components.learner:
             self._stopped = True
             self.components.close()
             if self._thread is not None:
-                self._thread.join(self.components.timeout)
+                self._thread.join(min(seconds, self.components.timeout))
                 if self._thread.is_alive():
-                    fix = "its updates are not applied"
-                    raise TimeoutError(f"the curriculum's thread is busy for {self.components.timeout} s: {fix}")
+                    raise TimeoutError(f"the curriculum's thread is busy for {seconds} s: its updates are not applied")
             self.components.serve = None
             atexit.unregister(self._at_exit)
             if self._error is None:
@@ -892,6 +985,7 @@ class CurriculumSyncWrapper:
     def check(self):
         """Raises RuntimeError if the curriculum failed, or an environment's process is gone without close()."""
         with self._ours():
+            self.pump()  # what an environment said before it died
             for place, pid in self.components.dead().items():
                 raise RuntimeError(self._obituary(place, pid))
 
@@ -906,8 +1000,15 @@ class CurriculumSyncWrapper:
         with self._ours():
             if self.components.any_put():
                 raise RuntimeError("tasks were drawn already: load the state before the first environment asks")
-            self.curriculum.load_state_dict(state["curriculum"])
-            for place, tasks in state["waiting"].items():
+            restore, room = self.components.task_space.restore, (self.components.max_envs, self.components.MAX_BUFFER)
+            try:
+                drawn = {int(place): list(map(restore, tasks)) for place, tasks in state["waiting"].items()}
+                self.curriculum.load_state_dict(state["curriculum"])
+            except (AttributeError, KeyError, TypeError) as error:
+                raise ValueError(f"this is no state of a CurriculumSyncWrapper: {error!r}") from error
+            if any(place >= room[0] or len(tasks) > room[1] for place, tasks in drawn.items()):
+                raise ValueError(f"the state's tasks need max_envs={max(drawn) + 1} or more, here it is {room[0]}")
+            for place, tasks in drawn.items():
                 self.components.put(place, tasks)
 
     @contextlib.contextmanager
@@ -933,14 +1034,17 @@ class CurriculumSyncWrapper:
         """Does all that there is to do: the number of messages. A failure ends all waiting, and is kept."""
         with self._lock:
             try:
-                if time.monotonic() > self._look:
+                look, messages = time.monotonic() > self._look, self.components.messages()
+                with self._busy() if messages else contextlib.nullcontext():
+                    for message in messages:
+                        self._apply(*message)
+                    for place in () if self._stopped else list(self._owed):
+                        self._draw(place)
+                if look:
                     self._look = time.monotonic() + 1.0
-                    for found in self.components.dead().items() - self._mourned:
-                        self._mourned.add(found)
-                        warnings.warn(self._obituary(*found), RuntimeWarning, stacklevel=1)
-                messages = self.components.messages()
-                for message in messages:
-                    self._apply(*message)
+                    for place, pid in self.components.dead().items():
+                        self._mourn(place, pid)
+                self.components.note(self.components.EMPTY, bool(self._owed))
                 return len(messages)
             except KeyboardInterrupt:
                 raise
@@ -949,23 +1053,47 @@ class CurriculumSyncWrapper:
                 self.components.close(self._text)
                 return 0
 
-    @staticmethod
-    def _obituary(place, pid):
-        lost = "its episode underway and steps that it had not sent are lost"
-        return f"environment {place} (process {pid}) is gone without close(): {lost}"
+    @contextlib.contextmanager
+    def _busy(self):
+        self.components.note(self.components.BUSY, time.monotonic_ns())
+        try:
+            yield
+        finally:
+            self.components.note(self.components.BUSY, 0)
+
+    def _mourn(self, place, pid):
+        """Warns of a process that is gone, once."""
+        if (place, pid) not in self._mourned:
+            self._mourned.add((place, pid))
+            self._losses[place] += 1
+            warnings.warn(self._obituary(place, pid), RuntimeWarning, stacklevel=1)
+
+    def _obituary(self, place, pid):
+        text = f"environment {place} (process {pid}) is gone without close(): "
+        text += "its episode underway and steps that it had not sent are lost"
+        text += f" (loss {self._losses[place]} of this place)" if self._losses[place] > 1 else ""
+        if place in self._last_words:
+            text += f". It failed before:\n{self._last_words[place]}"
+        return text
 
     def _apply(self, _, place, kind, agent, count, wanted, *where):
         curriculum, components = self.curriculum, self.components
         body = components.read(place, *where)
         if kind == components.HELLO:
+            if count:  # of its place's last owner it could be that nobody has heard
+                self._mourn(place, count)
+            self._mourned -= {(place, count)}
+            self._last_words.pop(place, None)
             self._envs[place] = pickle.loads(body)
-            numbers = {agents for agents, _ in self._envs.values()}
+            numbers = {agents for agents, *_ in self._envs.values()}
             if len(numbers) > 1:
                 raise ValueError(
                     f"environments of {sorted(numbers)} agents cannot share a curriculum: their ids collide"
                 )
+        elif kind == components.ERROR:
+            self._last_words[place] = body.decode(errors="replace").rstrip()
         elif kind != components.ASK:
-            agents, trees = self._envs[place]
+            agents, trees, _ = self._envs[place]
             env_id, split = place * agents + agent, components.codec.nbytes
             task = components.codec.unpack(body[:split])
             if kind == components.STEPS:
@@ -976,15 +1104,41 @@ class CurriculumSyncWrapper:
             else:
                 episode_return, length, progress = struct.unpack_from("dqd", body, split)
                 curriculum.update_on_episode(episode_return, length, task, progress, env_id=env_id)
-        missing = wanted - components.word(place, components.PUT)
-        if missing > 0 and not self._stopped:
-            tasks = curriculum.sample(k=missing)
-            if len(tasks) != missing:
-                raise ValueError(f"{type(curriculum).__name__}.sample(k={missing}) returned {len(tasks)} tasks")
+        if wanted and not self._stopped:  # whoever asks is done with its task
+            agents, _, buffer = self._envs[place]
+            waiting = components.word(place, components.PUT) - (wanted - buffer)  # drawn, and not taken yet
+            curriculum.update_on_end(range(place * agents, (place + 1) * agents), waiting)
+            self._owed[place] = wanted
+            self._draw(place)
+
+    def _draw(self, place):
+        """Draws what an environment asked for, as far as the curriculum has tasks."""
+        curriculum, components, agents = self.curriculum, self.components, self._envs[place][0]
+        while (missing := self._owed[place] - components.word(place, components.PUT)) > 0:
+            k = min(missing, curriculum.available())
+            if k < 1:
+                return
+            tasks = curriculum.sample(k=k)
+            if len(tasks) != k:
+                raise ValueError(f"{type(curriculum).__name__}.sample(k={k}) returned {len(tasks)} tasks")
             components.put(place, tasks)
+            curriculum.update_on_draw(tasks, range(place * agents, (place + 1) * agents))
+        del self._owed[place]
 
     def _at_exit(self):
-        self.stop()
+        """A failure that nobody looked at is printed, and makes the exit code 1."""
+        try:
+            self._stop(self.HURRY if hasattr(sys, "last_type") else self.components.timeout)  # after an exception
+        except BaseException:
+            globals()["_exit_code"] = _ExitCode()
+            raise
+
+
+class _ExitCode:
+    """A module's variable is deleted after all atexit functions, which themselves cannot change the exit code."""
+
+    def __del__(self, exit=os._exit):
+        exit(1)
 
 
 def _steps(task, block, count, tree):
@@ -1008,6 +1162,8 @@ def make_multiprocessing_curriculum(curriculum, *, max_envs=256, timeout=60.0, r
     `requires_observations` is. `ring_bytes`: of updates that wait, for each environment, 64 KiB by default, 256 KiB
     with steps, 8 MiB with observations. Every wait ends after `timeout` seconds with an error.
     """
+    if not isinstance(curriculum, Curriculum):
+        raise TypeError(f"make_multiprocessing_curriculum takes a Curriculum, found {curriculum!r}")
     steps, observations = (bool(getattr(curriculum, name, False)) for name in _REQUIRES)
     if observations and not steps:
         raise ValueError(
@@ -1016,7 +1172,7 @@ def make_multiprocessing_curriculum(curriculum, *, max_envs=256, timeout=60.0, r
         )
     space = curriculum.task_space
     components = SyncComponents(
-        space if isinstance(space, TaskSpace) else TaskSpace(space),
+        as_task_space(space),
         max_envs=max_envs,
         timeout=timeout,
         ring_bytes=ring_bytes or (2**23 if observations else 2**18 if steps else 2**16),

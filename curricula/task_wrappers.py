@@ -12,7 +12,14 @@ import sys
 import gymnasium as gym
 import numpy as np
 
-from curricula.core import BoxTaskSpace, DiscreteTaskSpace, PettingZooTaskWrapper, TaskSpace, TaskWrapper
+from curricula.core import (
+    BoxTaskSpace,
+    DiscreteTaskSpace,
+    PettingZooTaskWrapper,
+    TaskSpace,
+    TaskWrapper,
+    checked_completion,
+)
 
 
 def _import(name, command):
@@ -134,7 +141,7 @@ class RewardFunctionWrapper(TaskWrapper):
         obs, reward, terminated, truncated, info = self.env.step(action)
         info = {**info, "env_reward": reward}
         reward = float(function(obs, action, reward, terminated, truncated, info))
-        completion = float(self._task_completion(obs, reward, terminated, truncated, info))
+        completion = checked_completion(self._task_completion(obs, reward, terminated, truncated, info))
         info |= {"task": task, "task_completion": completion}
         return self.observation(obs), reward, terminated, truncated, info
 

@@ -1,9 +1,13 @@
 """Simulated annealing, the expanding box, constant and manual curricula, batched domain randomization."""
 
+import io
+
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Tuple
 
+from algos.ppo import pack
 from curricula.annealing import ExpandingBox, SimulatedAnnealing
 from curricula.core import TaskSpace
 from curricula.domain_randomization import BatchedDomainRandomization, DomainRandomization
@@ -12,6 +16,13 @@ from curricula.manual import Constant, Manual
 NAN = float("nan")
 LINE = TaskSpace(Box(-1, 1, (2,)))
 BOX = TaskSpace(Box(-0.3, 0.3, (2,)))
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(pack(state), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def play(curriculum, lengths, task=0, progress=0.0):
@@ -209,11 +220,57 @@ def test_batched_restored_draws_are_the_same(space):
             play(curriculum, [7])
         return tasks
 
-    run(curriculum)
-    play(curriculum, [7])  # within a batch
-    curriculum.sample()
-    restored.load_state_dict(curriculum.state_dict())
-    assert run(restored) == run(curriculum)
+    for saved in (lambda state: state, through_a_file):
+        run(curriculum)
+        play(curriculum, [7])  # within a batch
+        curriculum.sample()
+        restored.load_state_dict(saved(curriculum.state_dict()))
+        assert run(restored) == run(curriculum)
+
+
+@pytest.mark.parametrize(
+    "space,tasks",
+    [
+        (["walk", ("run", 2)], [("run", 2), "walk"]),
+        (MultiDiscrete([3, 2]), [(2, 1), (0, 0)]),
+        (Box(-1, 1, (2,), np.float32), [np.array([0.1, 1 / 3], np.float32)]),
+        (Tuple([Discrete(3), Box(0, 1, (2,)), Tuple([Discrete(2)])]), [(1, np.ones(2, np.float32), (0,))]),
+        (Dict(n=Discrete(3, start=-1), x=Box(-9, 9, (1,), int)), [{"n": -1, "x": np.array([3])}]),
+    ],
+)
+def test_queued_tasks_come_back_from_a_file_as_they_were(space, tasks):
+    curriculum, restored = Manual(space), Manual(space)
+    curriculum.add_tasks(tasks)
+    restored.load_state_dict(through_a_file(curriculum.state_dict()))
+    drawn, again = curriculum.sample(len(tasks)), restored.sample(len(tasks))
+    assert repr(drawn) == repr(again) and all(map(curriculum.task_space.contains, again))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SimulatedAnnealing(LINE, [0, 0], [1, 1], 5),
+        lambda: ExpandingBox(BOX),
+        lambda: BatchedDomainRandomization(5, 3, 0),
+        lambda: Manual(3),
+        lambda: Constant(1, 3),
+    ],
+)
+def test_states_hold_python_numbers_and_another_curriculums_state_is_named(make):
+    curriculum = make()
+    if not isinstance(curriculum, Manual):
+        task = curriculum.sample()[0]
+        curriculum.update_on_episode(np.float32(1), np.int64(3), task, np.float32(0.5))
+    state = curriculum.state_dict()
+    assert not any(isinstance(value, np.generic) for value in state.values())
+    for name in state:
+        missing = {key: value for key, value in state.items() if key != name}
+        for wrong, why in ((missing, f"it has no '{name}'"), (state | {name: object()}, "")):
+            text = rf"this state does not fit the {type(curriculum).__name__}: {why}"
+            with pytest.raises(ValueError, match=text):
+                curriculum.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="this state does not fit"):
+        curriculum.load_state_dict(None)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +295,24 @@ def test_batched_restored_draws_are_the_same(space):
         (lambda: ExpandingBox(BOX).update_on_episode(0, 1, [0, 0.1], NAN), r"progress nan: must be in \[0, 1\]"),
         (lambda: ExpandingBox(BOX).update_task_progress([0, 0.1], -1), "progress -1"),
         (lambda: ExpandingBox(BOX).update_task_progress([0, 0.5], 1), r"cannot decode \[0, 0.5\]"),
+        *[
+            (
+                lambda make=make, n=n: make().update_on_episode(0, n, make().sample()[0], 0.0),
+                rf"has length {n}: must be",
+            )
+            for make in (
+                lambda: SimulatedAnnealing(LINE, [0, 0], [1, 1], 5),
+                lambda: BatchedDomainRandomization(5, 3),
+            )
+            for n in (NAN, np.inf, -1, 1.5, None)
+        ],
+        (lambda: BatchedDomainRandomization(NAN, 3), "batch_size=nan"),
+        (lambda: BatchedDomainRandomization(5, 3, NAN), "warmup_batches=nan"),
+        (lambda: BatchedDomainRandomization(5, None), "found None"),
+        (lambda: DomainRandomization(TaskSpace(Box(0, np.inf))), "no uniform distribution: give it finite bounds"),
+        *[(lambda s=s: DomainRandomization(s), "must be a number or a TaskSpace") for s in ([0, 1], None, 2.5)],
+        (lambda: ExpandingBox(BOX).update_task_progress([0, 0.1], None), "progress None"),
+        (lambda: ExpandingBox(BOX).update_task_progress([0, 0.1], "half"), "progress 'half'"),
         (lambda: Constant("fly", TaskSpace(["walk"])), "cannot encode 'fly'"),
         (lambda: Constant(3, 3), "cannot encode 3"),
         (lambda: Constant([0.1, 0.1], LINE)._sample_distribution(), "no position"),

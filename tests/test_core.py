@@ -290,6 +290,7 @@ def test_what_is_outside_the_space_is_named(space, task):  # CUR-11
         ((["a", "b", "a"],), "found 'a' at position 2"),
         ((["a", None],), "found None at position 1"),
         ((2, [(1, 2), [1, 2]]), r"found \[1, 2\] at position 1"),
+        (([{1}, {2}],), r"tasks must be hashable, found \{1\}: name it by a string"),
     ],
 )
 def test_bad_spaces_are_named(arguments, message):
@@ -453,6 +454,18 @@ def test_wrapper_may_refuse_a_task_and_needs_a_place_for_its_goal():
     assert Careful(Chain()).reset(new_task=9)[1]["task"] == 5
     with pytest.raises(ValueError, match="'goal', found Box"):
         ChainTask(gym.make("CartPole-v1").unwrapped).reset()
+
+
+@pytest.mark.parametrize("wrong", [None, "half"])
+def test_a_completion_that_is_no_number_is_named(wrong):
+    class Wrong(TaskWrapper):
+        def _task_completion(self, *outcome):
+            return wrong
+
+    env = Wrong(Chain())
+    env.reset()
+    with pytest.raises(ValueError, match=rf"_task_completion returned {wrong!r}: must be a number in \[0, 1\]"):
+        env.step(0)
 
 
 def test_the_goal_enters_the_observation_space():

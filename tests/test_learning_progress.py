@@ -402,6 +402,12 @@ def test_metrics():
             for p in (-0.01, 1.01, NAN)
         ],
         (lambda: OnlineLearningProgress(4, update_interval=9).update_task_progress(4, 0.5), "task 4 is outside"),
+        *[
+            (lambda n=n: OnlineLearningProgress(4, update_interval=9).update_on_episode(0, n, 2, 0.5), f"length {n}")
+            for n in (NAN, np.inf, -1)
+        ],
+        (lambda: LearningProgress(None, [0, 1]), r"task_space=\[0, 1\]: must be a number or a TaskSpace"),
+        (lambda: LearningProgress(None, 4).load_state_dict({"rng": 0}), "does not fit the .*: it has no 'task_rates'"),
     ],
 )
 def test_bad_input_is_named(make, named):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import MultiDiscrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Tuple
 
 from curricula import PrioritizedLevelReplay, TaskSpace
 from curricula.plr_async import AsyncPrioritizedLevelReplay
@@ -111,6 +111,32 @@ def test_observations_may_be_dicts_and_tasks_vectors():
     assert plr.scores[5] == pytest.approx(expected) and (~plr.unseen).sum() == 1
 
 
+def test_an_episode_is_scored_for_each_of_its_tasks():
+    w, (steps, obs) = np.array([1.0, -0.5]), episode(np.random.default_rng(0), 0, 7)
+    for num_steps in (1, 2, 256):
+        plr = make(num_steps=num_steps)
+        plr.update_on_step_batch([(1, *step[1:]) for step in steps[:2]], env_id=0)
+        plr.update_task_progress(1, 1.0, env_id=0)  # completed: nothing follows
+        plr.update_on_step_batch([(2, *step[1:]) for step in steps[2:5]], env_id=0)
+        plr.update_task_progress(2, 0.5, env_id=0)  # a measurement, no more
+        plr.update_on_step_batch([(3, *step[1:]) for step in steps[5:]], env_id=0)  # changed by the environment
+        for task, part, terminated in ((1, slice(0, 3), True), (2, slice(2, 6), False), (3, slice(5, 8), True)):
+            rewards = [step[2] for step in steps[part.start : part.stop - 1]]
+            expected = mean_abs_advantage(rewards, obs[part] @ w, terminated)
+            assert plr.scores[task] == pytest.approx(expected, abs=1e-12)
+        assert plr.unseen.tolist() == [True, False, False, False, True]
+
+
+def test_an_episode_that_is_over_without_an_end_is_forgotten():
+    plr, (steps, _) = make(), episode(np.random.default_rng(0), 0, 7)
+    plr.update_on_step_batch(steps[:3], env_id=4)
+    plr.update_on_end(range(3, 5), 0)
+    plr.update_on_step_batch(steps[4:], env_id=4)
+    alone = make()
+    alone.update_on_step_batch(steps[4:], env_id=4)
+    assert plr.scores[0] == alone.scores[0]
+
+
 def test_robust_plr_trains_on_replayed_levels_alone_and_plays_the_new_ones_itself():
     rng, played = np.random.default_rng(0), []
 
@@ -136,6 +162,12 @@ def test_bad_input_is_named():
         make(play=print)
     with pytest.raises(ValueError, match="num_steps=0"):
         make(num_steps=0)
+    for space in (Dict(a=Discrete(2)), Tuple([Discrete(2), MultiDiscrete([2, 2])]), Tuple([Tuple([Discrete(2)])])):
+        with pytest.raises(ValueError, match="levels are numbers or rows of them, found TaskSpace"):
+            make(TaskSpace(space))
+    make(TaskSpace(Tuple([Discrete(2), Discrete(3)])))
+    with pytest.raises(ValueError, match="countable"):
+        make(TaskSpace(Box(0, 1)))
     steps, _ = episode(np.random.default_rng(0), 1, 3)
     with pytest.raises(ValueError, match="final_obs"):
         make().update_on_step_batch([(*steps[-1][:5], {}, 1.0)], env_id=0)

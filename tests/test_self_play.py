@@ -162,6 +162,15 @@ def test_torch_modules_are_copied_without_gradients(kind):
     assert all(torch.equal(value, before[name]) for name, value in opponent.state_dict().items())
     assert not torch.equal(net[2].bias, before["2.bias"])
     assert not any(p.requires_grad or p.grad is not None for p in opponent.parameters())
+    assert net.training and not opponent.training
+    state = curriculum.state_dict()
+    opponent(torch.ones(4, 2))
+    assert torch.equal(opponent[1].running_mean, before["1.running_mean"])
+    opponent[1].running_mean += 1  # a user's own doing
+    assert torch.equal(state["agents"][0]["1.running_mean"], before["1.running_mean"])
+    curriculum.load_state_dict(state)
+    opponent = curriculum.get_opponent(0)
+    assert torch.equal(opponent[1].running_mean, before["1.running_mean"]) and not opponent.training
     opponent = curriculum.get_opponent(curriculum.update_agent(net))
     assert torch.equal(opponent[2].bias, net[2].bias) and opponent[2].bias.data_ptr() != net[2].bias.data_ptr()
 
@@ -192,6 +201,20 @@ def test_the_easiest_is_evicted():
     kept = league(n=3, win_rates=(1.0, 0.2, 0.3), capacity=3, keep_initial=True)
     kept.update_agent(np.zeros(1))
     assert kept.opponents == [0, 1, 3]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_an_agent_of_another_kind_is_named(kind):
+    curriculum, net = kind(np.zeros(3)), kind(torch.nn.Linear(3, 2))
+    for wrong in (None, np.zeros(2), torch.nn.Linear(3, 2), "net"):
+        with pytest.raises(ValueError, match=r"an agent is one as the first, of \(3,\), found "):
+            curriculum.update_agent(wrong)
+    for wrong in (None, torch.nn.Linear(2, 2), np.zeros(3)):
+        with pytest.raises(ValueError, match="an agent is one as the first, of {'weight': "):
+            net.update_agent(wrong)
+    assert curriculum.opponents == net.opponents == [0]
+    curriculum.update_winrate(0, np.float32(0.5))
+    assert not any(isinstance(value, np.generic) for value in curriculum.state_dict().values())
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -275,6 +298,9 @@ def test_a_state_of_another_game_or_league_is_named():
         PrioritizedFictitiousSelfPlay(np.zeros(2)).load_state_dict(league().state_dict())
     with pytest.raises(ValueError, match="holds 3 opponents, this curriculum 1 to 2"):
         league(n=1, capacity=2).load_state_dict(league().state_dict())
+    for kind, state in ((SelfPlay, {"rng": 1}), (PrioritizedFictitiousSelfPlay, None)):
+        with pytest.raises(ValueError, match=f"this state does not fit the {kind.__name__}: "):
+            kind(np.zeros(2)).load_state_dict(state)
     with pytest.raises(RuntimeError, match="size mismatch"):
         SelfPlay(torch.nn.Linear(2, 2)).load_state_dict(SelfPlay(torch.nn.Linear(3, 2)).state_dict())
 

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, MultiDiscrete
+from test_annealing import through_a_file
 
 from curricula.core import Curriculum, TaskSpace
 from curricula.domain_randomization import DomainRandomization
 from curricula.learning_progress import OnlineLearningProgress
 from curricula.manual import Constant, Manual
 from curricula.plr import PrioritizedLevelReplay
-from curricula.sequential import SequentialCurriculum, parse_condition
+from curricula.sequential import MEMORY, SequentialCurriculum, parse_condition
 
 NAMES = TaskSpace(["score", "eat", "descend", "gold", "scout"])
 NAN = float("nan")
@@ -354,6 +355,13 @@ def test_loop():
 # ---- State, bad input ----
 
 
+def test_draws_that_nobody_plays_are_forgotten_in_the_end():
+    curriculum = SequentialCurriculum([TaskSpace(Box(0, 1, (2,)))], [], TaskSpace(Box(0, 1, (2,))))
+    for _ in range(MEMORY // 1000 + 5):
+        curriculum.sample(1000)
+    assert len(curriculum._unplayed) == MEMORY
+
+
 def make(seed):
     space = TaskSpace(["a", "b", "c", "d", "e"])
     online = OnlineLearningProgress(TaskSpace(["c", "d", "b"]), update_interval=4, seed=seed)
@@ -367,7 +375,7 @@ def run(curriculum, rng, playing, episodes):
     for _ in range(episodes):
         env_id = int(rng.integers(3))
         curriculum.update_on_step(playing[env_id], None, 0.0, False, False, {}, 0.0, (env_id + 1) % 3)
-        curriculum.update_on_episode(rng.random(), 10, playing[env_id], float(rng.random() < 0.5), env_id)
+        curriculum.update_on_episode(rng.random(), np.int64(10), playing[env_id], float(rng.random() < 0.5), env_id)
         playing[env_id] = curriculum.sample()[0]
         log.append((playing[env_id], curriculum.metrics()))
     return log
@@ -380,8 +388,10 @@ def test_restored_draws_are_the_same(episodes):
     run(curriculum, rng, playing, episodes)
     state, twin = curriculum.state_dict(), playing.copy()
     log = run(curriculum, np.random.default_rng(1), playing, 60)
-    restored.load_state_dict(state)  # which the run has not moved
-    assert run(restored, np.random.default_rng(1), twin, 60) == log
+    assert not any(isinstance(value, np.generic) for value in state["counts"].values())
+    for saved in (state, through_a_file(state)):  # which the run has not moved
+        restored.load_state_dict(saved)
+        assert run(restored, np.random.default_rng(1), twin.copy(), 60) == log
     assert log[-1][1]["stage"] == 3
     with pytest.raises(ValueError, match="4 stages does not fit 2"):
         stages(["steps>1"]).load_state_dict(state)
@@ -399,7 +409,13 @@ def test_restored_draws_are_the_same(episodes):
         (lambda: SequentialCurriculum([Recorder(6)], [], 5), "cannot encode 5"),
         (lambda: SequentialCurriculum([0], [], 3, return_buffer_size=0), "return_buffer_size=0"),
         (lambda: SequentialCurriculum([0], [], 0), "found 0"),
+        *[(lambda n=n: SequentialCurriculum([0], [], 3, return_buffer_size=n), f"size={n}") for n in (2.5, NAN)],
         (lambda: stages(["steps>1"]).update_on_episode(NAN, 1, 0, 0.0), "episode_return=nan"),
+        *[
+            (lambda n=n: stages(["steps>1"]).update_on_episode(0, n, 0, 0.0), f"length {n}")
+            for n in (NAN, float("inf"), -1)
+        ],
+        (lambda: stages(["steps>1"]).load_state_dict({}), "does not fit the SequentialCurriculum: it has no"),
         (lambda: SequentialCurriculum([Manual(2)], [], 2).sample(), "add_tasks"),
     ],
 )

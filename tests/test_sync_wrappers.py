@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -20,7 +21,11 @@ import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Text, Tuple
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from curricula.core import Curriculum, PettingZooTaskWrapper, TaskSpace, TaskWrapper
+from curricula.core import Curriculum, MultiDiscreteTaskSpace, PettingZooTaskWrapper, TaskSpace, TaskWrapper
+from curricula.domain_randomization import DomainRandomization
+from curricula.manual import Manual
+from curricula.plr_async import AsyncPrioritizedLevelReplay
+from curricula.sequential import SequentialCurriculum
 from curricula.sync import (
     GymnasiumSyncWrapper,
     PettingZooSyncWrapper,
@@ -277,6 +282,46 @@ def test_a_played_task_outside_the_space_is_named():
             env.step(0)
 
 
+class Scored(AsyncPrioritizedLevelReplay):
+    """Writes down what it scores: (task, rewards, terminated)."""
+
+    def __init__(self):
+        super().__init__(10, None, lambda agent, obs: obs["observation"][:, 0] / 1e3, seed=0)
+        self.scored = []
+
+    def update_from_rollout(self, tasks, rewards, *rest, terminated, **options):
+        self.scored.append((int(tasks[0, 0]), rewards.ravel().tolist(), bool(terminated[-1, 0])))
+        super().update_from_rollout(tasks, rewards, *rest, terminated=terminated, **options)
+
+
+@pytest.mark.parametrize("how", ["lost", "reset", "completed", "reset after completion"])
+def test_steps_of_an_episode_never_join_those_of_another_task(how):
+    book = Scored()
+    with make_multiprocessing_curriculum(book, start=False) as curriculum:
+        settings = {"change_task_on_completion": "compl" in how, "batch_size": 1, "env_id": 0}
+        space, task_env = TaskSpace(10), Half(Count(6), goal=Box(0, 1e6, (1,), np.int64))
+        env = GymnasiumSyncWrapper(task_env, space, curriculum.components, **settings)
+        tasks = [env.reset()[1]["task"]]
+        env.step(0)
+        env.step(0)
+        if how == "lost":
+            del env
+            gc.collect()
+            env = GymnasiumSyncWrapper(task_env, space, curriculum.components, **settings)
+        if how != "completed":
+            tasks.append(env.reset()[1]["task"])
+        while True:
+            *_, terminated, _, info = env.step(0)
+            tasks += [info["task"]] * (tasks[-1] != info["task"])
+            if terminated:
+                break
+        curriculum.pump()
+    assert [task for task, *_ in book.scored] == tasks[how == "lost" :]
+    pairs, whole = [([1, 2], True), ([3, 4], True), ([5, 6], True)], [([1, 2, 3, 4, 5, 6], True)]
+    wanted = {"lost": whole, "reset": [([1, 2], False), *whole], "completed": pairs}.get(how, [pairs[0], *pairs])
+    assert [(rewards, terminated) for _, rewards, terminated in book.scored] == wanted
+
+
 class Half(Level):
     """Done with a task after two steps, of eight in all; tells the task."""
 
@@ -318,6 +363,118 @@ def test_a_task_completed_within_an_episode_is_reported_and_replaced():
     kinds = [entry[1] for entry in book.log if entry[0] == 1]
     assert kinds == ["step", "step", "progress"] * 2 + ["step", "step", "episode"]
     assert not book.told(0, "progress") and book.told(0, "episode") == [(21.0, 6, 0, 1.0)]
+
+
+def test_after_a_completed_task_the_agent_sees_and_reports_the_new_goal():
+    class Shrunk(Half):
+        def observation(self, obs):
+            return super().observation(obs / 2)
+
+    class Bare(gym.Env):
+        """The documented interface, and no more."""
+
+        def __init__(self, env):
+            self.env, self.observation_space, self.change_task = env, env.observation_space, env.change_task
+            self.reset, self.step, self.metadata = env.reset, env.step, {}
+
+    book = Book(steps=True, observations=True)
+    with make_multiprocessing_curriculum(book, start=False) as curriculum:
+        for env_id, wrap in enumerate((lambda env: env, Bare)):
+            inner = wrap(Shrunk(Count(6), goal=Box(0, 1e6, (1,), np.int64)))
+            settings = {"env_id": env_id, "change_task_on_completion": True}
+            env = GymnasiumSyncWrapper(inner, TaskSpace(10**6), curriculum.components, **settings)
+            seen = [env.reset()[0]]
+            seen += [env.step(0)[0] for _ in range(6)]
+        curriculum.pump()
+        assert [obs["observation"][0] - seen[0]["observation"][0] for obs in seen] == [t / 2 for t in range(7)]
+    for env_id in range(2):
+        rows = book.told(env_id, "step")
+        goals = [row[1]["goal"].item() for row in rows]
+        assert len(rows) == 6 and (goals == [row[0] for row in rows]) == (env_id == 0)
+
+
+def test_an_agent_that_is_gone_is_reported_for_the_task_that_it_played():
+    class HalfPair(PettingZooTaskWrapper):
+        def _task_completion(self, *outcome):
+            return float(self.env.t % 2 == 0)
+
+    book = Book()
+    with make_multiprocessing_curriculum(book, start=False) as curriculum:
+        settings = {"change_task_on_completion": True}
+        env = PettingZooSyncWrapper(HalfPair(Pair()), TaskSpace(10**6), curriculum.components, **settings)
+        env.reset()
+        while env.agents:
+            env.step({agent: 0 for agent in env.agents})
+    assert book.told(0, "episode") == [(3.0, 2, 0, 1.0)] and not book.told(0, "progress")  # agent a leaves after 2
+    for agent, (total, length) in {1: (-10.0, 4), 2: (-9.0, 3)}.items():
+        assert book.told(agent, "progress") == [(0, 1.0)]
+        assert book.told(agent, "episode") == [(total, length, 1, 1.0)]
+
+
+@pytest.mark.parametrize("how", ["reset", "lost", "resumed"])
+def test_a_sequential_curriculum_forgets_draws_whose_episodes_never_end(how):
+    make = lambda: SequentialCurriculum(  # noqa: E731
+        [DomainRandomization(TaskSpace(2), seed=i) for i in range(2)], ["tasks>=100"], TaskSpace(2)
+    )
+    state, sequential = None, make()
+    for _ in range(30):
+        curriculum = make_multiprocessing_curriculum(sequential, start=False)
+        if state:
+            curriculum.load_state_dict(state)
+        for _ in range(1 if how == "resumed" else 4):
+            env = make_env(curriculum.components, env_id=0)
+            for _ in range(4 if how == "resumed" else 1):
+                env.reset()
+                env.step(0)
+            if how == "lost":
+                del env
+                gc.collect()
+        state = curriculum.state_dict()
+        assert len(sequential._drawn[0]) <= 2 and not sequential._unplayed
+        curriculum.stop()
+        sequential = make()
+    curriculum = make_multiprocessing_curriculum(sequential, start=False)
+    curriculum.load_state_dict(state)
+    env = make_env(curriculum.components, env_id=0)
+    while sequential.metrics()["stage"] == 0:
+        env.reset()
+    for _ in range(20):
+        episode(env)
+    curriculum.stop()
+    assert sequential.metrics()["stage_episodes"] >= 20 - 2  # two were drawn ahead
+
+
+def test_the_agents_of_an_environment_play_one_draw_of_a_sequential_curriculum():
+    sequential = SequentialCurriculum([[0], [0]], ["episodes>=9"], TaskSpace(1))
+    with make_multiprocessing_curriculum(sequential, start=False) as curriculum:
+        env = PettingZooSyncWrapper(PettingZooTaskWrapper(Pair()), TaskSpace(1), curriculum.components)
+        counted = []
+        for _ in range(6):
+            env.reset()
+            while env.agents:
+                env.step({agent: 0 for agent in env.agents})
+            curriculum.pump()
+            counted.append((sequential.metrics()["stage"], sequential.metrics()["stage_episodes"]))
+    assert counted == [(0, 3), (0, 6), (1, 0), (1, 0), (1, 3), (1, 6)]  # the fourth was drawn before the end
+
+
+def test_a_manual_curriculum_is_played_to_its_last_task_and_waited_for():
+    space = TaskSpace(["a", "b", "c"])
+    with make_multiprocessing_curriculum(Manual(space), timeout=20) as curriculum:
+        env = GymnasiumSyncWrapper(TaskWrapper(Count()), space, curriculum.components)
+        curriculum.add_tasks(["c"])
+        assert env.reset()[1]["task"] == 2
+        threading.Timer(0.3, curriculum.add_tasks, [["b", "a"]]).start()
+        assert [env.reset()[1]["task"] for _ in range(2)] == [1, 0]
+    with make_multiprocessing_curriculum(Manual(space), timeout=0.5) as curriculum:
+        env = GymnasiumSyncWrapper(TaskWrapper(Count()), space, curriculum.components)
+        with pytest.raises(TimeoutError, match=r"no task for 0.5 s .*: it has no task to give; .* add_tasks"):
+            env.reset()
+        sequential = SequentialCurriculum([Manual(space), "a"], ["tasks>=1"], space)
+    with make_multiprocessing_curriculum(sequential, timeout=20) as curriculum:
+        env = GymnasiumSyncWrapper(TaskWrapper(Count()), space, curriculum.components, buffer_size=3)
+        threading.Timer(0.3, lambda: curriculum.curriculum_list[0].add_tasks(["c"])).start()
+        assert [env.reset()[1]["task"] for _ in range(2)] == [2, 0]
 
 
 SPACES = [
@@ -465,6 +622,65 @@ def test_workers_killed_at_any_place_lose_the_episode_underway_and_nothing_else(
         assert all(rows[entry[2]] == 3 for entry in mine)
 
 
+def test_every_loss_of_a_place_is_told():
+    with make_multiprocessing_curriculum(Book(), start=False) as curriculum:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for _ in range(4):
+                env = make_env(curriculum.components, env_id=5)
+                env.reset()
+                del env
+                gc.collect()
+            curriculum.pump()
+        texts = [str(w.message) for w in caught if "gone without close" in str(w.message)]
+    assert len(texts) == 4 - 1 and all(text.startswith("environment 5 (process ") for text in texts)
+    assert [text[-23:] for text in texts[1:]] == [" (loss 2 of this place)", " (loss 3 of this place)"]
+
+
+def fail_in_step(components):
+    class Fails(Count):
+        def step(self, action):
+            raise ZeroDivisionError("boom-7")
+
+    env = GymnasiumSyncWrapper(Level(Fails()), components.task_space, components)
+    env.reset()
+    env.step(0)
+
+
+def test_the_traceback_of_a_worker_whose_environment_raised_reaches_the_main_process(capfd):
+    with make_multiprocessing_curriculum(Book()) as curriculum:
+        worker = start("fork", fail_in_step, curriculum.components)
+        worker.join(20)
+        with pytest.raises(RuntimeError, match=r"(?s)is gone without close.*It failed before:\n.*in step.*boom-7$"):
+            curriculum.check()
+
+
+def hold_and_fork(components, path):
+    env = make_env(components, env_id=0)
+    env.reset()
+    if child := os.fork():
+        Path(f"{path}.new").write_text(str(child))
+        Path(f"{path}.new").rename(path)
+    time.sleep(60)
+    os._exit(0)
+
+
+def test_a_place_that_a_child_of_a_dead_worker_holds_is_named(tmp_path):
+    with make_multiprocessing_curriculum(Book()) as curriculum:
+        worker = start("fork", hold_and_fork, curriculum.components, tmp_path / "child")
+        until((tmp_path / "child").exists)
+        worker.kill()
+        worker.join()
+        try:
+            text = rf"in the process {worker.pid} \(which is gone; a child that it forked still holds the place"
+            with pytest.raises(ValueError, match=text):
+                make_env(curriculum.components, env_id=0).reset()
+            with pytest.raises(RuntimeError, match="environment 0 .* is gone without close"):
+                curriculum.check()
+        finally:
+            os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
 def test_a_place_is_taken_at_the_first_reset_and_given_back_by_close():
     with make_multiprocessing_curriculum(Book(), max_envs=2) as curriculum:
         make = lambda **settings: GymnasiumSyncWrapper(  # noqa: E731
@@ -484,14 +700,30 @@ def test_a_place_is_taken_at_the_first_reset_and_given_back_by_close():
         unused[0].close()
         episode(unused[2])
         curriculum.check()
+        unused[1].close()
+        episode(unused[0])  # elsewhere than before
 
 
 def test_bad_arguments_are_named():
     with make_multiprocessing_curriculum(Book(TaskSpace(["a", "b"]), steps=True, observations=True)) as curriculum:
         components, space = curriculum.components, TaskSpace(["a", "b"])
+        grids = [MultiDiscreteTaskSpace([2, 2], [["n", "s"], names]) for names in (["e", "w"], ["w", "e"])]
+        other = make_multiprocessing_curriculum(Book(grids[0]), start=False)
+        with pytest.raises(ValueError, match="is not the curriculum's"):
+            GymnasiumSyncWrapper(Level(Count()), grids[1], other.components)
+        copy = MultiDiscreteTaskSpace([2, 2], [["n", "s"], ["e", "w"]])
+        GymnasiumSyncWrapper(Level(Count()), copy, other.components)
+        other.stop()
         for wrong in (TaskSpace(["a", "c"]), TaskSpace(3), TaskSpace(2)):
             with pytest.raises(ValueError, match="is not the curriculum's TaskSpace"):
                 GymnasiumSyncWrapper(Level(Count()), wrong, components)
+        with pytest.raises(ValueError, match="a task space is a list of tasks, .* found None"):
+            GymnasiumSyncWrapper(Level(Count()), None, components)
+        GymnasiumSyncWrapper(Level(Count()), ["a", "b"], components)
+        with pytest.raises(ValueError, match="is not the curriculum's TaskSpace"):
+            GymnasiumSyncWrapper(Level(Count()), [0, 1, 2], components)
+        with pytest.raises(TypeError, match="takes a Curriculum, found None"):
+            make_multiprocessing_curriculum(None)
         with pytest.raises(TypeError, match="takes no task: wrap it in a TaskWrapper"):
             GymnasiumSyncWrapper(Count(), space, components)
         with pytest.raises(TypeError, match=r"is the \.components of make_multiprocessing_curriculum's .* Curriculum"):
@@ -505,7 +737,8 @@ def test_bad_arguments_are_named():
             GymnasiumSyncWrapper(Level(text), space, components)
         with pytest.raises(ValueError, match=r"a step of 8388640 bytes does not fit .* ring_bytes=67109120 or more"):
             GymnasiumSyncWrapper(Level(big), space, components)
-    for settings in ({"max_envs": 0}, {"timeout": 0}, {"ring_bytes": -1}):
+    wrong = [{"max_envs": 0}, {"max_envs": 2.5}, {"ring_bytes": -1}]
+    for settings in wrong + [{"timeout": seconds} for seconds in (0, float("nan"), float("inf"))]:
         with pytest.raises(ValueError, match=f"{next(iter(settings))}={next(iter(settings.values()))}"):
             make_multiprocessing_curriculum(Book(), **settings)
     with pytest.raises(ValueError, match="Book requires observations, which come with steps"):
@@ -517,17 +750,29 @@ def test_bad_arguments_are_named():
 
 
 def test_progress_outside_its_range_is_named():
-    for wrong in (-0.1, 1.5, float("nan")):
+    for wrong in (-0.1, 1.5, float("nan"), None, "half"):
 
         class Off(Level):
-            def _task_completion(self, *args):
-                return wrong  # noqa: B023
+            def step(self, action):
+                *outcome, info = super().step(action)
+                return *outcome, info | {"task_completion": wrong}  # noqa: B023
 
         with make_multiprocessing_curriculum(Book(), start=False) as curriculum:
             env = GymnasiumSyncWrapper(Off(Count()), TaskSpace(10**6), curriculum.components)
             env.reset()
-            with pytest.raises(ValueError, match=f"task_completion {wrong} of the task 0 is outside"):
+            with pytest.raises(ValueError, match=f"task_completion {wrong!r} of the task 0 is outside"):
                 env.step(0)
+
+
+def test_an_environment_that_tells_no_task_is_named():
+    class Silent(Level):
+        def reset(self, **arguments):
+            return super().reset(**arguments)[0], {}
+
+    with make_multiprocessing_curriculum(Book(), start=False) as curriculum:
+        env = GymnasiumSyncWrapper(Silent(Count()), TaskSpace(10**6), curriculum.components)
+        with pytest.raises(ValueError, match="told no task: its info needs 'task'"):
+            env.reset()
 
 
 def test_a_step_without_a_reset_is_an_error():
@@ -541,7 +786,10 @@ def test_a_step_without_a_reset_is_an_error():
 def test_an_unpicklable_task_is_named_and_a_lambda_travels():
     lock = threading.Lock()
     curriculum = make_multiprocessing_curriculum(Book(TaskSpace([lock, "b"])))
-    with pytest.raises(TypeError, match="(?s)cannot go to another process .*pickle.* look them up in change_task"):
+    with pytest.raises(
+        TypeError,
+        match="(?s)^the task <unlocked .* cannot go to another process .*pickle.* look them up in change_task",
+    ):
         start("spawn", play, curriculum.components, [0], 1)
     with pytest.raises(TypeError, match=r"stays in its process: give the others its \.components"):
         start("spawn", play, curriculum, [0], 1)
@@ -684,6 +932,15 @@ def test_a_failing_curriculum_ends_the_script_with_its_traceback(method, tmp_pat
     assert all("boom-42" in (tmp_path / str(i)).read_text() for i in range(2))
 
 
+def test_a_failure_that_main_does_not_look_at_is_in_the_exit_code(tmp_path):
+    then = "[worker.join() for worker in workers]; print('on')"
+    process = script(
+        tmp_path, "Boom('update')", worker="play_until_it_fails", args=[(str(tmp_path / "0"), 1)], then=then
+    )
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 1 and out.endswith("on\n") and "ZeroDivisionError: boom-42" in err
+
+
 INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
 
 
@@ -699,6 +956,13 @@ def test_the_end_of_the_main_process_stops_the_curriculum_and_its_environments(h
     until(lambda: gone(process))  # spawn's resource tracker ends a moment later
     assert "EOFError: environment 0: the curriculum was stopped" in err
     assert err.count("Traceback") == 1 + (code != 0)
+
+
+def test_ctrl_c_does_not_wait_for_a_busy_curriculum(tmp_path):
+    then = "until(lambda: curriculum.components._words[SyncComponents.BUSY]); time.sleep(0.2); "
+    process = script(tmp_path, "Book(pause=50)", then=f"curriculum.HURRY = 1; {then}{INTERRUPT}")
+    _, err = process.communicate(timeout=25)
+    assert process.returncode != 0 and "the curriculum's thread is busy for 1 s: its updates are not applied" in err
 
 
 @pytest.mark.parametrize(
@@ -762,6 +1026,18 @@ def test_an_environment_waits_for_its_task_until_the_time_out():
         )
         with pytest.raises(TimeoutError, match=text):
             make_env(curriculum.components).reset()
+
+
+def test_a_busy_curriculum_is_called_busy():
+    class Slow(Book):
+        def sample(self, k=1):
+            time.sleep(1)
+            return super().sample(k)
+
+    with make_multiprocessing_curriculum(Slow(), timeout=0.5) as curriculum:
+        with pytest.raises(TimeoutError, match=r"drawn no task for 0.5 s .*: it has been busy for 0\.[3-9] s"):
+            make_env(curriculum.components).reset()
+        time.sleep(1)
 
 
 def test_a_ring_filled_to_its_last_byte_keeps_every_message():
@@ -932,6 +1208,10 @@ def test_a_state_holds_sent_updates_and_drawn_tasks():
         assert len(book.log) == 8 and state["waiting"] == {0: [1, 2], 1: [4, 5]}
         with pytest.raises(RuntimeError, match="before the first environment asks"):
             curriculum.load_state_dict(state)
+    with make_multiprocessing_curriculum(Book(), start=False, max_envs=1) as curriculum:
+        for wrong, text in (({}, "no state of a Curr.*'waiting'"), (state, "need max_envs=2 or more, here it is 1")):
+            with pytest.raises(ValueError, match=text):
+                curriculum.load_state_dict(wrong)
     again = Book()
     again.given = itertools.count(6)
     with make_multiprocessing_curriculum(again) as curriculum:

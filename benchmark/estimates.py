@@ -1,0 +1,67 @@
+"""Estimates over seeds and environments, and their 95 % intervals (Agarwal et al. 2021, "Deep RL at the edge of the
+statistical precipice"), in numpy.
+
+Scores are normalised and stand in arrays (..., seeds, environments). Intervals are percentiles of a stratified
+bootstrap: seeds are drawn with replacement in each environment for itself. A single seed has no interval: None.
+"""
+
+import numpy as np
+
+
+def iqm(scores):
+    """Interquartile mean: the mean of the runs without the lowest and the highest quarter."""
+    runs = np.sort(scores.reshape(*scores.shape[:-2], -1))
+    cut = runs.shape[-1] // 4
+    return runs[..., cut : runs.shape[-1] - cut].mean(-1)
+
+
+def median(scores):
+    """Median over the environments of the means over seeds."""
+    return np.median(scores.mean(-2), -1)
+
+
+def mean(scores):
+    return scores.mean((-2, -1))
+
+
+def optimality_gap(scores):
+    """How far the runs stay below 1 on average; what lies above 1 does not make up for it."""
+    return 1 - np.minimum(scores, 1).mean((-2, -1))
+
+
+ESTIMATES = {"IQM": iqm, "median": median, "mean": mean, "optimality gap": optimality_gap}
+
+
+def interval(scores, statistic, reps=2000, seed=0):
+    """Lower and upper bound (2, ...) of `statistic` of the scores (..., seeds, environments), or None for one seed."""
+    seeds, envs = scores.shape[-2:]
+    if seeds < 2:
+        return None
+    rng, at_once = np.random.default_rng(seed), max(1, 4_000_000 // scores.size)  # in pieces of at most 32 MB
+    sizes = [min(at_once, reps - start) for start in range(0, reps, at_once)]
+    picks = (rng.integers(seeds, size=(size, seeds, envs)) for size in sizes)
+    draws = [statistic(scores[..., pick, np.arange(envs)]) for pick in picks]
+    return np.percentile(np.concatenate(draws, -1), [2.5, 97.5], axis=-1)
+
+
+def improvement(x, y, reps=2000, seed=0):
+    """Probability that a run of x (n, environments) beats one of y (k, environments) on the same environment, a draw
+    counting half, averaged over environments; and its interval."""
+    wins = (x[:, None] > y) + (x[:, None] == y) / 2
+    if min(len(x), len(y)) < 2:
+        return wins.mean(), None
+    rng, envs = np.random.default_rng(seed), x.shape[1]
+    n, k = (rng.multinomial(len(z), [1 / len(z)] * len(z), (reps, envs)) / len(z) for z in (x, y))
+    draws = np.einsum("ren,nke,rek->r", n, wins, k, optimize=True) / envs
+    return wins.mean(), np.percentile(draws, [2.5, 97.5])
+
+
+def profile(scores, thresholds):
+    """Share of the runs above each threshold: (..., thresholds)."""
+    return (scores[..., None] > thresholds).mean((-3, -2))
+
+
+def best(values):
+    """Name of the highest finite value (None if there is none), and the names whose value is not finite."""
+    finite = {name: value for name, value in values.items() if np.isfinite(value)}
+    return max(finite, key=finite.get, default=None), [name for name in values if name not in finite]

@@ -1,0 +1,284 @@
+"""Runs the runs of a suite: one at a time by `run_one`, many by `drive`, here by `local`, elsewhere by backends.py."""
+
+import math
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark.board import Board, finished, run_directory
+from benchmark.ledger import Ledger, outlook, started
+from benchmark.suite import ROOT
+
+POLL_S, HEARTBEAT_S = 0.5, 30  # between looks at a child; between signs of life in the ledger
+STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGKILL  # to a child: after its update, at once, without a checkpoint
+
+# Becomes the script itself, when the runner has written its number down. The script is asked to stop when its runner
+# dies, whatever the runner died of.
+LAUNCHER = """
+import ctypes, os, signal, sys
+cpus, *command = sys.argv[1:]
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if not os.read(0, 1):
+    sys.exit(75)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+if cpus:
+    os.sched_setaffinity(0, map(int, cpus.split(",")))
+os.execvp(command[0], command)
+"""
+
+# What the last line of a script says, in lower case -> what it wants. Another attempt may find more of it.
+WANTS = {"memoryerror": "out of memory", "out of memory": "out of memory", "no space left on device": "disk full"}
+
+
+class Stop:
+    """Counts requests to stop: the first lets children finish their update, the second not, the third kills them."""
+
+    level, number = 0, None
+
+    def __call__(self, number=signal.SIGINT, frame=None):
+        self.level, self.number = self.level + 1, number
+
+    def install(self):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, self)
+        return self
+
+
+@dataclass(frozen=True)
+class Slot:
+    cpus: tuple[int, ...] = ()  # empty: all
+    gpu: str | None = None  # None: as the runner itself
+
+
+# ---- One run ---------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """Private bytes of each process group of this machine, looked up at most once a second for all threads."""
+
+    lock, when, groups = threading.Lock(), 0.0, Counter()
+
+    @classmethod
+    def of(cls, group):
+        with cls.lock:
+            if time.monotonic() - cls.when > 1:
+                cls.when, cls.groups = time.monotonic(), Counter()
+                for process in filter(str.isdigit, os.listdir("/proc")):
+                    with suppress(OSError):  # it ended meanwhile
+                        pgrp = int(Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[2])
+                        _, resident, shared, *_ = map(int, Path("/proc", process, "statm").read_text().split())
+                        cls.groups[pgrp] += (resident - shared) * os.sysconf("SC_PAGESIZE")
+            return cls.groups[group]
+
+
+def last_line(path):
+    """The last line of a log that says something, "" if there is none."""
+    if not path.exists():
+        return ""
+    with open(path, "rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - 10_000))
+        lines = log.read().decode(errors="replace").replace("\r", "\n").splitlines()
+    said = [line.strip("\u2500\u2502\u256d\u256e\u2570\u256f ") for line in lines if not line.startswith("# attempt ")]
+    return next((line[:500] for line in reversed(said) if any(map(str.isalnum, line))), "")
+
+
+def verdict(code, why, done, last):
+    """(state, reason, whether another attempt can help) of a child that ended with `code` after we did `why` to it."""
+    if done:
+        return "done", "", False
+    if why is not None:
+        return ("interrupted", why, False) if why == "stopped" else ("failed", why, "GiB" in why)
+    if code in (75, 130):
+        return "interrupted", f"stopped by somebody (exit {code})", True
+    if code < 0:
+        name = signal.Signals(-code).name
+        return "failed", f"killed by {name}" + " (out of memory?)" * (name == "SIGKILL"), True
+    for words, want in WANTS.items():
+        if words in last.lower():
+            return "failed", f"{want} (exit {code})", True
+    return "failed", f"exit {code}" if code else "exit 0, but without a result", False
+
+
+def run_one(run, suite, folder, seen=0, slot=Slot(), stop=None):
+    """Claims a run, starts it, watches it to its end and records that. Returns the record; None if it is another's.
+
+    Errors: OSError if the ledger or the log cannot be written.
+    """
+    stop, ledger, resources = stop or Stop(), Ledger(folder), suite.resources
+    log_path = folder / "logs" / f"{run.id}.log"
+    record = ledger.claim(run.id, seen, shlex.join(run.command(folder)))
+    if record is None:
+        return None
+    outlive(record, resources.grace_s)
+    code, why, peak = 0, None, 0
+    if not finished(folder, run):
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {"OMP_NUM_THREADS": str(resources.threads), "PYTHONUNBUFFERED": "1"}
+        gpu = slot.gpu if resources.gpus else ""
+        environment |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+        command = [sys.executable, "-ISc", LAUNCHER, ",".join(map(str, slot.cpus)), *run.command(folder)]
+        with open(log_path, "ab", buffering=0) as log:
+            log.write(f"# attempt {record['attempts']} on {record['host']}: {record['command']}\n".encode())
+            child = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
+                                     start_new_session=True, bufsize=0)  # fmt: skip
+        with child.stdin:
+            record |= {"pid": child.pid, "pid_started": started(child.pid)}
+            ledger.write(run.id, record)
+            child.stdin.write(b"go")
+        code, why, peak = watch(child, record, ledger, run, resources, stop)
+        if why == "lost":
+            return None
+    said = last_line(log_path)
+    state, reason, retry = verdict(code, why, finished(folder, run), said)
+    where = run_directory(folder, run.id)
+    record |= {"state": state, "reason": reason, "retry": retry, "last_line": said * (state != "done"),
+               "ended": time.time(), "heartbeat": time.time(), "peak_gb": round(peak / 2**30, 3),
+               "run_dir": where and str(where.relative_to(folder))}  # fmt: skip
+    ledger.end(run.id, record)
+    return record
+
+
+def outlive(record, grace_s):
+    """Waits for the child of a runner that died: it is asked to stop by that death, and killed if it does not."""
+    deadline = time.monotonic() + grace_s
+    while record["pid"] and started(record["pid"]) == record["pid_started"]:
+        if time.monotonic() > deadline:
+            with suppress(ProcessLookupError):
+                os.killpg(record["pid"], signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def watch(child, record, ledger, run, resources, stop):
+    """Waits for the end of a child within its limits, with a heartbeat. Returns (exit code, why we ended it, bytes)."""
+    begun, sent, why, deadline, peak = time.monotonic(), 0, None, None, 0
+    beat = begun + HEARTBEAT_S
+    while True:
+        now = time.monotonic()
+        if now >= beat:
+            beat = now + HEARTBEAT_S
+            try:
+                if (ledger.get(run.id) or record)["attempts"] != record["attempts"]:
+                    why, deadline = "lost", -math.inf  # this machine was given up for dead: another one has the run
+                else:
+                    ledger.write(run.id, record | {"heartbeat": time.time()})
+            except OSError as error:
+                print(f"warning: {run}: no heartbeat: {error}", file=sys.stderr)
+        used = Memory.of(child.pid)
+        peak, level = max(peak, used), stop.level
+        if why is None and level:
+            why = "stopped"
+        elif why is None and used > resources.memory_gb * 2**30:
+            why, deadline = f"used {used / 2**30:.1f} GiB, more than memory_gb = {resources.memory_gb}", -math.inf
+        elif why is None and now - begun > resources.timeout_h * 3600:
+            why = f"not finished after timeout_h = {resources.timeout_h:g}"
+        if why is not None:
+            deadline = deadline or now + resources.grace_s
+            level = max(level, 1 + (now > deadline) + (now > deadline + 30))
+        for number in STOPS[sent:level]:
+            child.send_signal(number)
+        sent = max(sent, min(level, 3))
+        with suppress(subprocess.TimeoutExpired):
+            code = child.wait(POLL_S)
+            break
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)  # what it left behind
+    return code, why, peak
+
+
+# ---- Many runs -------------------------------------------------------------------------------------------------------
+
+
+def local(suite, folder, workers, stop, bind=True):
+    """(submit, number of workers) for `drive`: threads of this process, each with its own GPUs and (`bind`) CPUs."""
+    share, threads, cpus = suite.resources.gpus, suite.resources.threads, sorted(os.sched_getaffinity(0))
+    found = ",".join(sorted(p.name[6:] for p in Path("/dev").glob("nvidia[0-9]*")))
+    gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", found).split(",") if gpu and share]
+    per_gpu, per_run = int(max(1, 1 / share)) if share else 1, max(1, math.ceil(share))
+    workers = workers or max(1, len(cpus) // threads)
+    if gpus and workers > len(gpus) // per_run * per_gpu:
+        workers = max(1, len(gpus) // per_run * per_gpu)
+        print(f"note: {workers} workers, for {len(gpus)} GPUs and gpus = {share} a run")
+    elif share and not gpus:
+        print(f"note: the suite wants gpus = {share} a run and this machine has none: --device auto is the CPU")
+    if workers * threads > len(cpus):
+        print(f"note: {workers} workers of {threads} threads share {len(cpus)} CPUs: each run may use all of them")
+    slots = queue.SimpleQueue()
+    for i in range(workers):
+        own = cpus[i * threads : (i + 1) * threads] if bind and workers * threads <= len(cpus) else ()
+        first = i // per_gpu * per_run
+        slots.put(Slot(tuple(own), ",".join(gpus[first : first + per_run]) if gpus else None))
+    pool = ThreadPoolExecutor(workers)
+
+    def task(run, seen):
+        slot = slots.get()
+        try:
+            return run_one(run, suite, folder, seen, slot, stop)
+        finally:
+            slots.put(slot)
+
+    return lambda run, seen: pool.submit(task, run, seen), workers
+
+
+def drive(suite, folder, runs, submit, capacity, stop, retry_failed=False, share=True, on_stop=lambda: None):
+    """Brings `runs` to their end: done, or failed where another attempt cannot help. Returns the program's exit code.
+
+    `submit(run, seen) -> future of run_one`. With `share` it also waits for the runs that other processes have in hand,
+    and goes on with those that they lose.
+    """
+    ledger, board = Ledger(folder), Board(suite, folder, runs)
+    records = ledger.records()
+    seen = {run: (records.get(run.id) or {"attempts": 0})["attempts"] for run in runs}
+    todo, elsewhere, futures, tries, stopped, look = deque(), set(), {}, Counter(), 0, 0.0
+    for run in runs:
+        record = records.get(run.id)
+        state = outlook(record, retry_failed)
+        if state == "open" or (state == "closed" and record["state"] == "done" and not finished(folder, run)):
+            todo.append(run)
+        elif state == "held":
+            elsewhere.add(run)
+    while futures or (not stop.level and (todo or (elsewhere and share))):
+        while todo and len(futures) < capacity and not stop.level:
+            run = todo.popleft()
+            futures[submit(run, seen[run])] = run
+        if stop.level > stopped:
+            stopped = stop.level
+            on_stop()
+        for future in wait(futures, POLL_S, FIRST_COMPLETED).done if futures else time.sleep(POLL_S) or ():
+            run, error = futures.pop(future), future.exception()
+            what = f"in {folder}: {error}" if isinstance(error, OSError) else " ".join(str(error).split())[-500:]
+            record = {"state": "broken", "reason": what, "retry": True} if error else future.result()
+            if record is None:
+                elsewhere.add(run)
+                continue
+            board.say(run, record)
+            tries[run] += 1
+            if isinstance(error, OSError) or (error and tries[run] > suite.resources.retries):
+                board.broken[run.id] = what
+            elif error:
+                elsewhere.add(run)  # a node was lost: the ledger knows whether the run was, too
+            elif record["retry"] and tries[run] <= suite.resources.retries:
+                seen[run] = record["attempts"]
+                todo.append(run)
+        if elsewhere and (begun := time.monotonic()) > look:
+            records = ledger.records()
+            look = time.monotonic() + max(1, 20 * (time.monotonic() - begun))
+            for run in list(elsewhere):
+                record = records.get(run.id)
+                state = outlook(record)
+                if state != "held":
+                    elsewhere.discard(run)
+                if state == "open" and (record is None or record["state"] != "failed"):  # it failed for the other one
+                    seen[run] = record["attempts"] if record else 0
+                    todo.append(run)
+        board.show(ledger)
+    return board.summary(ledger, stop)

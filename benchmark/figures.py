@@ -1,0 +1,158 @@
+"""The figures of a report, each as PNG and SVG: colour-blind palette (Okabe and Ito), one colour per algorithm."""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", ":", "-.")
+WIDTH = 7.2  # inches: two columns of a paper
+SETTINGS = {"font.size": 8, "svg.hashsalt": "report", "axes.grid": True, "grid.alpha": 0.3}
+
+
+def draw(folder, summary, curves):
+    """Writes all figures that there are numbers for, and returns their names. curves: environment -> algorithm ->
+    steps, the curves of its runs (runs, steps), their mean and its bounds."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    with matplotlib.rc_context(SETTINGS):
+        for name, plot in PLOTS.items():
+            figure = plot(summary, curves)
+            for kind, date in ("png", {}), ("svg", {"Date": None}):  # the same numbers give the same files
+                file = folder / f"{name}.{kind}"
+                if figure is None:
+                    file.unlink(missing_ok=True)
+                else:
+                    figure.savefig(file, dpi=150, metadata=date)
+            drawn += [name] if figure is not None else []
+    return drawn
+
+
+def styles(summary):
+    """algorithm -> colour and dashes."""
+    return {name: {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[i // len(COLORS) % len(DASHES)]}
+            for i, name in enumerate(summary["algorithms"])}  # fmt: skip
+
+
+def panels(rows, columns, height, **shared):
+    figure = Figure((WIDTH, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **shared).ravel()
+
+
+def legend(figure, axes):
+    """One for all panels, above them."""
+    handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels())}
+    columns = min(4, len(handles))
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=columns, frameon=False)
+
+
+def unit(budget):
+    """Steps in a unit of the axis, and its label."""
+    return (1e6, "million steps") if budget >= 1e6 else (1e3, "thousand steps") if budget >= 1e4 else (1, "steps")
+
+
+def dots(axis, rows):
+    """rows: (label, estimate, style) from top to bottom."""
+    for i, (_, estimate, style) in enumerate(rows):
+        if estimate["interval"] is not None:
+            bar = {"linewidth": 4, "alpha": 0.4, "solid_capstyle": "butt"}
+            axis.plot(estimate["interval"], [i, i], color=style["color"], **bar)
+        axis.plot(estimate["value"], i, "o", color=style["color"], markersize=4)
+    axis.set(yticks=range(len(rows)), yticklabels=[row[0] for row in rows], ylim=(len(rows) - 0.5, -0.5))
+
+
+def band(axis, x, line, style, label):
+    """line: middle, low, high, of which the last two may be None; where one is NaN, nothing is drawn."""
+    middle, low, high = (None if part is None else np.array(part, float) for part in line)
+    axis.plot(x, middle, label=label, linewidth=1.8, **style)
+    if low is not None:
+        axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
+
+
+def aggregate(summary, curves):
+    if not summary["aggregate"]:
+        return None
+    of, style = summary["aggregate"], styles(summary)
+    kinds = list(next(iter(of.values())))
+    figure, axes = panels(1, len(kinds), 0.8 + 0.2 * len(of), sharey=True)
+    for axis, kind in zip(axes, kinds):
+        dots(axis, [(name, of[name][kind], style[name]) for name in of])
+        axis.set_xlabel(kind)
+    return figure
+
+
+def improvement(summary, curves):
+    pairs, style = summary["improvement"], styles(summary)
+    if not pairs:
+        return None
+    figure, (axis,) = panels(1, 1, 0.8 + 0.2 * len(pairs))
+    dots(axis, [(f"{pair['x']} > {pair['y']}", pair, style[pair["x"]]) for pair in pairs])
+    axis.axvline(0.5, color="black", linewidth=0.8)
+    axis.set(xlim=(-0.02, 1.02), xlabel="probability of improvement")
+    return figure
+
+
+def profile(summary, curves):
+    if not summary["aggregate"]:
+        return None
+    figure, axes = panels(1, 1, 2.8)
+    for name, line in summary["profile"]["shares"].items():
+        band(axes[0], summary["profile"]["thresholds"], line, styles(summary)[name], name)
+    axes[0].set(xlabel="score τ", ylabel="share of runs above τ", ylim=(-0.02, 1.02))
+    legend(figure, axes)
+    return figure
+
+
+def efficiency(summary, curves):
+    if not summary["aggregate"]:
+        return None
+    figure, axes = panels(1, 2, 2.8, sharey=True)
+    scale, label = unit(summary["budget"])
+    longest = max([x for of in summary["efficiency"].values() for x in of["seconds"][0] if x is not None], default=0)
+    time, time_label = (3600, "hours of a run") if longest >= 7200 else (60, "minutes of a run")
+    for name, of in summary["efficiency"].items():
+        for axis, kind, divisor in zip(axes, ("steps", "seconds"), (scale, time)):
+            x, *line = of[kind]
+            band(axis, np.array(x, float) / divisor, line, styles(summary)[name], name)
+    axes[0].set(xlabel=label, ylabel="IQM")
+    axes[1].set(xlabel=time_label)
+    legend(figure, axes)
+    return figure
+
+
+def environments(summary, curves):
+    if not curves:
+        return None
+    columns = min(4 if len(curves) > 3 else 3, len(curves))
+    figure, axes = panels(-(-len(curves) // columns), columns, 1.9 if len(curves) > 1 else 3.2)
+    scale, label = unit(summary["budget"])
+    many = sum(len(runs) for of in curves.values() for _, runs, _, _ in of.values()) > 500  # no SVG for a browser
+    for i, (axis, (env, of)) in enumerate(zip(axes, curves.items())):
+        for name, (steps, runs, middle, bounds) in of.items():
+            lines, style = [np.column_stack([steps / scale, run]) for run in runs], styles(summary)[name]
+            axis.add_collection(LineCollection(lines, linewidth=0.6, alpha=0.35, zorder=1, **style))
+            band(axis, steps / scale, (middle, *(bounds if bounds is not None else (None, None))), style, name)
+        axis.set_rasterization_zorder(1.5 if many else None)  # all that lies under the thick lines
+        axis.set_title(env, fontsize=8)
+        axis.autoscale_view()
+        if i >= len(curves) - columns:
+            axis.set_xlabel(label)
+        if i % columns == 0:
+            axis.set_ylabel(summary["metric"].split("/")[-1].replace("_", " "))
+    for axis in axes[len(curves) :]:
+        axis.set_axis_off()
+    legend(figure, axes)
+    return figure
+
+
+PLOTS = {
+    "aggregate": aggregate,
+    "improvement": improvement,
+    "profile": profile,
+    "efficiency": efficiency,
+    "curves": environments,
+}

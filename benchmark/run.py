@@ -1,0 +1,193 @@
+"""Plans, runs, resumes, collects and reports the suites in benchmark/suites/ (or a TOML file of yours).
+
+    scripts/run benchmark/run.py plan cartpole                       # every run and its command; wrong arguments
+    scripts/run benchmark/run.py run cartpole --workers 2            # again after any end: goes on
+    scripts/run benchmark/run.py status cartpole
+    scripts/run --extra benchmark benchmark/run.py report cartpole   # collects, and writes report.md and report.html
+
+Everything is below --results: ledger, logs, runs, tables, report. Any number of runners, on any machines that share
+that folder, may work on one suite at the same time. Exit code: 0 all done, 1 something failed, 130 after Ctrl-C.
+"""
+
+import importlib
+import shlex
+import signal
+import sys
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated, Literal
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import tyro  # noqa: E402  after the path, from which the rest of this package is found
+
+from benchmark import backends, execute, suite  # noqa: E402
+from benchmark.board import Board  # noqa: E402
+from benchmark.ledger import Ledger  # noqa: E402
+
+
+@dataclass
+class Common:
+    suite: tyro.conf.Positional[str]  # name of a suite, or path of a TOML file
+    results: Path = Path("benchmark/results")  # folder with a folder for each suite
+    only: tuple[str, ...] = ()  # patterns of runs, as in 'plr/*/seed1'; others are left alone
+
+    def __post_init__(self):
+        self.plan = suite.load(self.suite)
+        self.folder = self.results / self.plan.name
+        self.runs = [r for r in self.plan.runs if not self.only or any(fnmatch(str(r), p) for p in self.only)]
+        if not self.runs:
+            raise SystemExit(f"error: --only {' '.join(self.only)} fits no run, as for example {self.plan.runs[0]}")
+
+
+@dataclass
+class Plan(Common):
+    """Prints every run and its command. Exit code 1 if an argument is wrong."""
+
+    def main(self):
+        lines = [f"{run}\n  {shlex.join(run.command(self.folder))}" for run in self.runs]
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ... | head
+        print("\n".join([*lines, *self.plan.notes]))
+        check(self.runs)
+        steps = sum(run.budget for run in self.runs)
+        print(f"{self.plan.name}: {len(self.runs)} runs of {steps:,} steps in all, no wrong argument")
+        return 0
+
+
+@dataclass
+class Execute(Common):
+    retry_failed: bool = False  # also runs that failed by an error of their own
+
+
+@dataclass
+class Run(Execute):
+    """Runs what is not done: here, as a SLURM array or on a Ray cluster. Each run is bound to CPUs of its own: a second
+    runner on the same machine should be given other ones (taskset -c 4-7 scripts/run ...)."""
+
+    workers: int | None = None  # runs at the same time; default: as many as the CPUs (and GPUs) carry
+    backend: Literal["local", "slurm", "ray"] = "local"
+    dry_run: bool = False  # with slurm: print the script and submit nothing
+    slurm: tuple[str, ...] = ()  # further #SBATCH options, as in partition=gpu time=10:00:00
+    ray_address: str | None = None  # of the cluster; default: the one around here, or a new one on this machine
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.workers is not None and self.workers < 1:
+            raise SystemExit(f"error: --workers {self.workers}: at least 1 is needed")
+
+    def main(self):
+        if self.backend == "slurm":
+            words = ["--only", *self.only] * bool(self.only) + ["--retry-failed"] * self.retry_failed
+            script = backends.slurm_script(self.plan, self.folder, self.runs, self.workers, self.slurm, words)
+            if self.dry_run:
+                print(script)
+                return 0
+        check(self.runs)
+        for note in self.plan.notes:
+            print(note)
+        prepare(self.plan, self.folder)
+        if self.backend == "slurm":
+            return backends.submit_slurm(script, self.folder)
+        stop, on_stop = execute.Stop(), []
+        if self.backend == "local":
+            submit, workers = execute.local(self.plan, self.folder, self.workers, stop)
+        else:
+            submit, workers, *on_stop = backends.ray_backend(self.plan, self.folder, self.workers, self.ray_address)
+        stop.install()  # after Ray, which has handlers of its own
+        return execute.drive(
+            self.plan, self.folder, self.runs, submit, workers, stop, self.retry_failed, True, *on_stop
+        )
+
+
+@dataclass
+class Worker(Execute):
+    """Does every `tasks`-th run, from number `task` on, one after the other: a task of a SLURM array."""
+
+    task: int = 0
+    tasks: int = 1
+
+    def main(self):
+        stop, runs = execute.Stop().install(), self.runs[self.task :: self.tasks]
+        prepare(self.plan, self.folder)
+        submit, _ = execute.local(self.plan, self.folder, 1, stop, bind=False)  # SLURM has bound it
+        return execute.drive(self.plan, self.folder, runs, submit, 1, stop, self.retry_failed, share=False)
+
+
+@dataclass
+class Status(Common):
+    """Says what is done, under way, failed and to be done."""
+
+    def main(self):
+        if not (self.folder / "ledger").is_dir():
+            print(f"{self.plan.name}: nothing was run yet in {self.folder}")
+            return 0
+        Board(self.plan, self.folder, self.runs).summary(Ledger(self.folder))
+        return 0
+
+
+@dataclass
+class Collect(Common):
+    """Gathers the runs into metrics.parquet, runs.parquet and evals.parquet; reads only what is new."""
+
+    from_tb: Path | None = None  # also import TensorBoard files from this folder, such as those of CleanRL's scripts
+    wandb: str | None = None  # also send the runs to this Weights & Biases project (WANDB_MODE=offline works)
+
+    def main(self):
+        collect = extra("collect")
+        for note in collect.collect(self.plan, self.results, self.from_tb):
+            print(f"note: {note}")
+        if self.wandb:
+            collect.export_wandb(self.plan, self.results, self.wandb)
+        return 0
+
+
+@dataclass
+class Report(Collect):
+    """Collects, then writes report.md, report.html, figures and summary.json. Exit code 1 if something got worse."""
+
+    against: Path | None = None  # summary.json of an earlier report: says where this one is worse
+    metric: str | None = None  # another one than the suite's
+
+    def main(self):
+        super().main()
+        summary = extra("report").report(self.plan, self.results, self.against, self.metric)
+        print(f"{self.folder / 'report.md'}")
+        return int(bool(summary.get("regressions")))
+
+
+def extra(name):
+    """The module benchmark.<name>, whose packages are an extra."""
+    try:
+        return importlib.import_module(f"benchmark.{name}")
+    except ImportError as error:
+        raise SystemExit(f"error: {error}: scripts/run --extra benchmark {shlex.join(sys.argv)}") from None
+
+
+def check(runs):
+    """Ends the program if a command is wrong, before anything was started."""
+    faults = suite.check(runs)
+    for fault, its_runs in faults.items():
+        print(f"error: {len(its_runs)} runs, the first is {its_runs[0]}: {fault}", file=sys.stderr)
+    if faults:
+        raise SystemExit(1)
+
+
+def prepare(plan, folder):
+    """Makes the results folder, with the suite as it is now."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        text, path = plan.path.read_text(), folder / "suite.toml"
+        if not path.exists() or path.read_text() != text:
+            path.with_name(".suite.toml").write_text(text)
+            path.with_name(".suite.toml").replace(path)
+        strangers = Ledger(folder).records().keys() - {run.id for run in plan.runs}
+    except OSError as error:
+        raise SystemExit(f"error: cannot write to --results {folder.parent}: {error}") from None
+    if strangers:
+        print(f"note: {len(strangers)} runs in {folder} are not part of the suite as it is now: they stay, unused")
+
+
+if __name__ == "__main__":
+    Command = Plan | Run | Status | Worker | Collect | Report
+    sys.exit(tyro.cli(Annotated[Command, tyro.conf.OmitSubcommandPrefixes], description=__doc__).main())

@@ -1,0 +1,411 @@
+"""Suites: TOML files that say which runs make up a benchmark, and the check of every command before anything starts.
+
+    name = "cartpole"                                    # the folder under the results
+    seeds = [1, 2, 3]
+    environments = ["CartPole-v1"]
+    budget = 100_000                                     # environment steps: --total-timesteps
+    args = { torch-threads = 1 }                         # of every run; [env_args.NAME]: of one environment
+    [normalization]
+    CartPole-v1 = [0, 500]                               # fixed: never taken from the runs that are compared
+    [resources]
+    threads = 1                                          # see Resources
+    [[algorithms]]
+    name = "ppo"
+    script = "algos/ppo.py"                              # from the repository's root, or absolute
+    args = { gamma = 0.98 }                              # also env_args, environments and budget, for it alone
+    [algorithms.sweep]                                   # each variant is an algorithm of its own in the report:
+    grid = { num-steps = [32, 128] }                     # ppo:num-steps=32 and ppo:num-steps=128
+    trials = 20                                          # ppo#000 to ppo#019: draws from the distributions under random
+    random.learning-rate = { log_uniform = [1e-4, 1e-2] }
+    random.clip-vloss = { choice = [true, false], when.true = { clip-coef = { uniform = [0.1, 0.4] } } }
+    flips = { norm-adv = [true, false] }                 # each variant as it is, and once more per other value
+
+A draw depends on the sweep's seed, the trial and the argument's name alone: not on a run's seed, nor on the number of
+trials or on the other arguments, so that both arms of a flip and all seeds of a variant share their other values.
+"""
+
+import contextlib
+import difflib
+import hashlib
+import importlib.util
+import io
+import itertools
+import json
+import math
+import re
+import sys
+import tomllib
+import types
+import typing
+import zlib
+from collections import defaultdict
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+SUITES = Path(__file__).resolve().parent / "suites"
+RESERVED = {
+    "seed": "seeds",
+    "env-id": "environments",
+    "total-timesteps": "budget",
+    "run-dir": "nothing: each run has a folder of its own",
+    "resume": "nothing: runs always go on from their checkpoint",
+    "eval-only": "nothing: a suite trains",
+}  # argument -> what sets it
+
+
+@dataclass(frozen=True)
+class Run:
+    id: str  # 12 hex digits of what it is
+    algorithm: str  # with the sweep's variant in its label
+    env_id: str
+    seed: int
+    script: str
+    args: tuple[str, ...]  # all but --run-dir
+    params: dict = field(compare=False)  # what the sweep chose
+    budget: int = 0  # steps
+
+    def command(self, folder):
+        """As it is started in the repository's root, with the suite's results in `folder`."""
+        shown = [str(p.relative_to(ROOT)) if p.is_relative_to(ROOT) else str(p)
+                 for p in (Path(sys.executable), Path(folder).resolve() / "runs" / self.id)]  # fmt: skip
+        return [shown[0], self.script, *self.args, "--run-dir", shown[1]]
+
+    def __str__(self):
+        return f"{self.algorithm}/{self.env_id}/seed{self.seed}"
+
+
+@dataclass
+class Resources:
+    """What one run may use."""
+
+    threads: int = 1  # CPUs that it is bound to, where there are enough for all workers, and OMP_NUM_THREADS
+    gpus: float | int = 0  # share of a GPU, or number of them; 0 hides them
+    memory_gb: float | int = math.inf  # GiB of private memory in all its processes: more ends it
+    timeout_h: float | int = math.inf  # hours of one attempt
+    grace_s: float | int = 60  # seconds for an update to end when a run is asked to stop; then it is cut short
+    retries: int = 2  # further attempts after a signal or for want of memory
+
+
+@dataclass
+class Algorithm:
+    name: str
+    script: str
+    args: dict = field(default_factory=dict)
+    env_args: dict = field(default_factory=dict)
+    environments: list | None = None
+    budget: int | None = None
+    sweep: dict = field(default_factory=dict)
+
+
+@dataclass
+class Sweep:
+    grid: dict = field(default_factory=dict)
+    random: dict = field(default_factory=dict)
+    flips: dict = field(default_factory=dict)
+    trials: int = 0
+    seed: int = 0
+
+
+@dataclass
+class Suite:
+    """`runs`: those it plans, seed by seed. `notes`: what was left out, and why."""
+
+    name: str
+    environments: list
+    seeds: list
+    budget: int
+    algorithms: list
+    description: str = ""
+    metric: str = "eval/return_mean"
+    args: dict = field(default_factory=dict)
+    env_args: dict = field(default_factory=dict)
+    normalization: dict = field(default_factory=dict)  # environment -> [minimum, maximum]
+    reference: dict = field(default_factory=dict)  # algorithm -> environment -> number or [mean, deviation]
+    resources: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.notes = []
+        self.resources = build(Resources, self.resources, "[resources]")
+        self.algorithms = [build(Algorithm, a, f"[[algorithms]] number {i + 1}") for i, a in enumerate(self.algorithms)]
+        require(re.fullmatch(r"[\w.-]+", self.name), f"name {self.name!r}: letters, digits, '_', '-' and '.' only")
+        for what, values, kind in (
+            ("seeds", self.seeds, int),
+            ("environments", self.environments, str),
+            ("names of [[algorithms]]", [a.name for a in self.algorithms], str),
+        ):
+            require(values, f"{what}: at least one is needed")
+            require(all(type(v) is kind for v in values), f"{what} {values}: each must be of type {kind.__name__}")
+            require(len(set(values)) == len(values), f"{what} {values}: each may stand there once")
+        require(min(self.seeds) >= 0, f"seeds {self.seeds}: they start at 0")
+        known = set(self.environments).union(*(a.environments or () for a in self.algorithms))
+        require(all(isinstance(env_id, str) for env_id in known), f"environments {known}: each must be of type str")
+        limits = vars(self.resources)
+        least = limits["threads"] - 1, *limits.values()
+        require(min(least) >= 0, f"[resources] {limits}: at least 1 thread, and nothing below 0")
+        for where, table in (("normalization", self.normalization), ("env_args", self.env_args),
+                             *((f"env_args of {a.name}", a.env_args) for a in self.algorithms)):  # fmt: skip
+            for env_id in table:
+                require(env_id in known, f"[{where}] {env_id} is none of the environments{nearest(env_id, known)}")
+        for env_id, limits in self.normalization.items():
+            right = isinstance(limits, list) and len(limits) == 2 and all(type(x) in (int, float) for x in limits)
+            require(
+                right and limits[0] < limits[1], f"[normalization] {env_id} = {limits}: [minimum, maximum] is needed"
+            )
+        self.normalization = {env_id: tuple(limits) for env_id, limits in self.normalization.items()}
+
+    @cached_property
+    def runs(self):
+        runs = []
+        for algorithm in self.algorithms:
+            seen = {}
+            base = dash(self.args | algorithm.args)
+            for variant, params in variants(build(Sweep, algorithm.sweep, f"sweep of {algorithm.name}"), base):
+                label = algorithm.name + variant
+                budget = algorithm.budget or self.budget
+                words = {}
+                for env_id in algorithm.environments or self.environments:
+                    own = dash(self.env_args.get(env_id, {})) | dash(algorithm.env_args.get(env_id, {}))
+                    for flag in sorted(RESERVED.keys() & (base | own | params).keys()):
+                        raise ValueError(f"{flag} among the arguments: it is set by {RESERVED[flag]}")
+                    words[env_id] = flags({"total-timesteps": budget} | base | own | params)
+                same = json.dumps(words)
+                if same in seen:
+                    self.notes.append(f"note: {label} is the same as {seen[same]}: left out")
+                    continue
+                seen[same] = label
+                runs += [self.run(algorithm, label, env_id, seed, words[env_id], params, budget)
+                         for env_id in words for seed in self.seeds]  # fmt: skip
+        return sorted(runs, key=lambda run: self.seeds.index(run.seed))
+
+    def run(self, algorithm, label, env_id, seed, words, params, budget):
+        args = "--env-id", env_id, "--seed", str(seed), *words
+        canonical = json.dumps([self.name, label, algorithm.script, args, env_id, seed], separators=(",", ":"))
+        digest = hashlib.sha256(canonical.encode()).hexdigest()[:12]
+        return Run(digest, label, env_id, seed, algorithm.script, args, params, budget)
+
+
+def load(path_or_name):
+    """The Suite in a TOML file, or in suites/<name>.toml. Ends the program with one line about what is wrong there."""
+    shipped, path = SUITES / f"{path_or_name}.toml", Path(path_or_name)
+    path = shipped if shipped.is_file() else path
+    if not path.is_file():
+        names = sorted(p.stem for p in SUITES.glob("*.toml"))
+        raise SystemExit(f"error: there is no suite {path_or_name}: name a TOML file or one of {', '.join(names)}")
+    try:
+        suite = build(Suite, tomllib.loads(path.read_text()), "the suite")
+        _ = suite.runs  # the sweeps' errors too
+    except (ValueError, TypeError) as error:  # TOML's own are of this kind
+        raise SystemExit(f"error: {path}: {error}") from None
+    suite.path = path
+    return suite
+
+
+def require(condition, message):
+    if not condition:
+        raise ValueError(message)
+
+
+def nearest(name, known):
+    found = difflib.get_close_matches(str(name), known, n=1)
+    return f": did you mean {found[0]}?" if found else f" ({', '.join(sorted(known))})"
+
+
+def build(cls, table, where):
+    """cls(**table), after a check of its keys and types."""
+    require(isinstance(table, dict), f"{where}: a table is needed, not {table!r}")
+    known = {f.name: f for f in fields(cls)}
+    for key, value in table.items():
+        require(key in known, f"{where} has no key {key}{nearest(key, known)}")
+        right = isinstance(value, known[key].type) and not isinstance(value, bool)
+        kind = getattr(known[key].type, "__name__", known[key].type)
+        require(right, f"{where}: {key} = {value!r} must be of type {kind}")
+    for key, f in known.items():
+        needed = f.default is MISSING and f.default_factory is MISSING
+        require(key in table or not needed, f"{where} lacks {key}")
+    return cls(**table)
+
+
+# ---- Arguments and sweeps --------------------------------------------------------------------------------------------
+
+
+def dashed(flag):
+    return flag.replace("_", "-")
+
+
+def dash(arguments):
+    require(isinstance(arguments, dict), f"arguments {arguments!r}: a table is needed")
+    return {dashed(flag): value for flag, value in arguments.items()}
+
+
+def text(value):
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def flags(arguments):
+    """As words: {"gamma": 0.9, "anneal-lr": False, "sizes": [1, 2]} is --gamma 0.9 --no-anneal-lr --sizes 1 2."""
+    words = []
+    for flag, value in arguments.items():
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+DISTRIBUTIONS = {
+    "uniform": lambda rng, low, high: float(f"{rng.uniform(low, high):.6g}"),
+    "log_uniform": lambda rng, low, high: float(f"{math.exp(rng.uniform(math.log(low), math.log(high))):.6g}"),
+    "int_uniform": lambda rng, low, high: int(rng.integers(low, high + 1)),
+    "log_int_uniform": lambda rng, low, high: int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))),
+    "choice": lambda rng, *values: values[rng.integers(len(values))],
+}  # bounds are inclusive; floats have 6 digits, so that commands stay readable
+
+
+def draw(space, seed, trial, fixed=()):
+    """{argument: value} of one trial; those in `fixed` have its value, and their sub-choices follow from it."""
+    params = {}
+    for flag, spec in dash(space).items():
+        spec = spec if isinstance(spec, dict) else {}
+        (kind, *more), when = [key for key in spec if key != "when"] or [None], spec.get("when", {})
+        require(kind in DISTRIBUTIONS and not more, f"random.{flag}: one of {', '.join(DISTRIBUTIONS)} is needed")
+        bounds = spec[kind]
+        if kind == "choice":
+            require(isinstance(bounds, list) and bounds, f"random.{flag}: choice needs a list of values")
+            wrong = when.keys() - set(map(text, bounds))
+            require(not wrong, f"random.{flag}: when.{'/'.join(wrong)} is none of its choices")
+        else:
+            right = isinstance(bounds, list) and len(bounds) == 2 and all(type(b) in (int, float) for b in bounds)
+            require(right and bounds[0] <= bounds[1], f"random.{flag}: {kind} needs [low, high], not {bounds}")
+            require("log" not in kind or bounds[0] > 0, f"random.{flag}: {kind} needs bounds above 0, not {bounds}")
+            require(not when, f"random.{flag}: only a choice has sub-choices (when)")
+        value = DISTRIBUTIONS[kind](np.random.default_rng([seed, trial, zlib.crc32(flag.encode())]), *bounds)
+        params[flag] = dict(fixed).get(flag, value)
+        params |= draw(when.get(text(params[flag]), {}), seed, trial, fixed)
+    return params
+
+
+def variants(sweep, base):
+    """(suffix of the label, {argument: value}) of every variant, in order; ("", {}) without a sweep."""
+    grid, flips = dash(sweep.grid), dash(sweep.flips)
+    require(bool(sweep.random) == bool(sweep.trials), "sweep: random needs trials, and trials need random")
+    for flag, values in (grid | flips).items():
+        require(isinstance(values, list) and values, f"sweep: {flag} needs a list of values")
+    twice = (grid.keys() & flips.keys()) | (grid.keys() & dash(sweep.random).keys())
+    require(not twice, f"sweep: {', '.join(sorted(twice))} in grid and in another part")
+    for trial in range(sweep.trials or 1):
+        for values in itertools.product(*grid.values()):
+            chosen = dict(zip(grid, values))
+            drawn = draw(sweep.random, sweep.seed, trial) | chosen
+            start = {flag: drawn.get(flag, base.get(flag, values[0])) for flag, values in flips.items()}
+            name = f"#{trial:03d}" if sweep.trials else ""
+            parts = [f"{flag}={text(value)}" for flag, value in chosen.items()]
+            yield name + ":" * bool(parts) + ",".join(parts), drawn | start
+            for flag, other in [(flag, value) for flag, both in flips.items() for value in both]:
+                if other != start[flag]:
+                    params = draw(sweep.random, sweep.seed, trial, {flag: other}) | chosen | start | {flag: other}
+                    yield f"{name}:{','.join([*parts, f'{flag}={text(other)}'])}", params
+
+
+# ---- The check of every command --------------------------------------------------------------------------------------
+
+
+def check(runs):
+    """{what is wrong with their commands: the runs}, by each script's own Args, imported once; nothing is started."""
+    faults, scripts, seen = defaultdict(list), defaultdict(list), {}
+    for run in runs:
+        scripts[run.script].append(run)
+    for script, its_runs in scripts.items():
+        try:
+            args_class = load_args(ROOT / script)
+        except Exception as error:  # an import can raise anything
+            what = "no such script" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+            faults[f"{script}: {what}"] += its_runs
+            continue
+        parse = make_parser(args_class)
+        for run in its_runs:
+            words = run.args[:2] + run.args[4:]  # without the seed
+            key = script, words
+            seen[key] = seen[key] if key in seen else parse(words)
+            if seen[key]:
+                faults[f"{script}: {seen[key]}"].append(run)
+    return dict(faults)
+
+
+def load_args(path):
+    """The class Args of a script."""
+    name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # not to hide a module of that name
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Args
+
+
+def make_parser(args_class):
+    """words -> None, or what is wrong with them. Plain values are read here, in microseconds; whatever is not plain, or
+    wrong, goes to tyro (10 ms), which alone decides."""
+    hints = typing.get_type_hints(args_class)
+    hints = {f"--{dashed(f.name)}": (f.name, hints[f.name]) for f in fields(args_class) if f.init}
+    told = {}
+
+    def ask_tyro(words):
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
+                tyro.cli(args_class, args=list(words), prog="it")
+        except SystemExit:  # a box with a title
+            _, *lines = re.sub(r"\x1b\[[\d;]*m|\u2502", "", output.getvalue()).splitlines()
+            said = [line for line in lines if re.match(r"(?! *For full helptext).*\w", line)]
+            return " ".join(" ".join(said).split())
+        return None
+
+    def parse(words):
+        values, starts = {}, [i for i, word in enumerate(words) if word.startswith("--")]
+        for start, end in zip(starts, [*starts[1:], len(words)]):
+            flag, given = words[start], words[start + 1 : end]
+            try:
+                if given:
+                    name, hint = hints[flag]
+                    values[name] = convert(hint, given)
+                else:
+                    name, hint = hints.get(flag) or hints[flag.replace("--no-", "--", 1)]
+                    require(hint is bool, "a value is missing")
+                    values[name] = flag in hints
+            except NotImplementedError:
+                return ask_tyro(words)
+            except (KeyError, ValueError):  # the same word is wrong in every command
+                if told.get((flag, given)) is None:
+                    told[flag, given] = ask_tyro(words)
+                return told[flag, given] and f"{flag} {' '.join(given)}: {told[flag, given]}"
+        try:
+            args_class(**values)
+        except (Exception, SystemExit) as error:  # the script's own checks may raise anything
+            return str(error)
+        return None
+
+    return parse
+
+
+def convert(hint, words):
+    """The value of a plain type, as tyro reads it. ValueError: wrong; NotImplementedError: not plain."""
+    if len(words) > 1:
+        raise NotImplementedError
+    (word,) = words
+    options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    for option in options:
+        if option is type(None):
+            if word == "None":
+                return None
+        elif typing.get_origin(option) is typing.Literal:
+            if word in typing.get_args(option):
+                return word
+        elif option in (int, float, str, Path):
+            with contextlib.suppress(ValueError):
+                return option(word)
+        elif option is not bool:
+            raise NotImplementedError
+    raise ValueError

@@ -1,0 +1,651 @@
+"""Collecting, estimating and reporting: synthetic runs with known answers, and event files as CleanRL writes them."""
+
+import base64
+import contextlib
+import fcntl
+import html.parser
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow", reason="scripts/run --extra benchmark brings it")
+import pyarrow.parquet as pq  # noqa: E402
+
+from benchmark import estimates, figures  # noqa: E402
+from benchmark.collect import collect, export_wandb, points, read_runs  # noqa: E402
+from benchmark.report import Study, environment_curves, report  # noqa: E402
+from benchmark.suite import Suite  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+METRIC, BUDGET = "eval/return_mean", 1000
+
+
+def make_suite(algorithms=("a",), envs=("E1",), seeds=(1, 2, 3), **more):
+    tables = [{"name": name, "script": "algos/ppo.py"} for name in algorithms]
+    return Suite(name="s", environments=list(envs), seeds=list(seeds), budget=BUDGET, algorithms=tables, **more)
+
+
+def write_run(results, run, values, steps=None, result=True, key=METRIC, **extra):
+    """A run folder with `values` of the metric, by default at equal distances up to the budget."""
+    folder = results / "s" / "runs" / run.id / "ppo" / run.env_id / f"seed{run.seed}-abc"
+    folder.mkdir(parents=True)
+    steps = np.linspace(0, BUDGET, len(values) + 1)[1:].astype(int).tolist() if steps is None else steps
+    rows = [{"global_step": s, "wall_s": s / 10, key: v, "charts/SPS": 10.0} | extra for s, v in zip(steps, values)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {"args": {"batch_size": 100}, "git_commit": "c0ffee" * 6, "git_dirty": False, "host": "h", "torch": "2.0"}
+    (folder / "config.json").write_text(json.dumps(config))
+    if result:
+        (folder / "result.json").write_text(json.dumps({"global_step": steps[-1], "wall_s": steps[-1] / 10}))
+    return folder
+
+
+def write_all(results, suite, score):
+    """A whole run for each planned one, with the constant return score(algorithm, env, seed)."""
+    for run in suite.runs:
+        write_run(results, run, [score(run.algorithm, run.env_id, run.seed)] * 10)
+
+
+def write_ledger(results, run, **record):
+    folder = results / "s" / "ledger"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{run.id}.json").write_text(json.dumps(record))
+
+
+def made(results, suite, **options):
+    """Summary and Markdown of a fresh collect and report."""
+    collect(suite, results)
+    return report(suite, results, reps=200, **options), (results / "s" / "report.md").read_text()
+
+
+# ---- Estimates -------------------------------------------------------------------------------------------------------
+
+
+def test_estimates_by_hand():
+    scores = np.array([[0.0, 1, 2, 3], [4, 8, 9, 15]])
+    assert estimates.iqm(scores) == 4.25  # of 2, 3, 4, 8
+    assert estimates.median(scores) == 5  # of 2, 4.5, 5.5, 9
+    assert estimates.mean(scores) == 5.25
+    assert estimates.optimality_gap(np.array([[0.5, 3.0], [0.7, 0.8]])) == pytest.approx(1 - (0.5 + 1 + 0.7 + 0.8) / 4)
+    assert estimates.profile(scores, np.array([0, 4.5])).tolist() == [7 / 8, 3 / 8]
+    x, y = np.array([[1.0], [3.0]]), np.array([[0.0], [3.0], [5.0]])
+    assert estimates.improvement(x, y)[0] == pytest.approx((1 + 0 + 0 + 1 + 0.5 + 0) / 6)
+
+
+def test_estimates_agree_with_rliable():
+    from rliable import library, metrics
+
+    rng, reps = np.random.default_rng(0), 1000
+    x, y = rng.beta(2, 2, (5, 8)), rng.beta(2, 3, (6, 8))
+    theirs = {"IQM": metrics.aggregate_iqm, "median": metrics.aggregate_median, "mean": metrics.aggregate_mean,
+              "optimality gap": metrics.aggregate_optimality_gap}  # fmt: skip
+    np.random.seed(0)  # rliable takes a random_state and ignores it
+    every = lambda z: np.array([f(z) for f in theirs.values()])  # noqa: E731
+    values, bounds = library.get_interval_estimates({"x": x}, every, reps=reps)
+    for i, name in enumerate(theirs):
+        assert estimates.ESTIMATES[name](x) == pytest.approx(values["x"][i], abs=1e-6)
+        ours = estimates.interval(x, estimates.ESTIMATES[name], reps)
+        np.testing.assert_allclose(ours, bounds["x"][:, i], atol=0.02 * np.ptp(x))
+    np.random.seed(0)
+    values, bounds = library.get_interval_estimates({"x,y": (x, y)}, metrics.probability_of_improvement, reps=reps)
+    value, ours = estimates.improvement(x, y, reps)
+    assert value == pytest.approx(float(values["x,y"]), abs=1e-6)
+    np.testing.assert_allclose(ours, np.ravel(bounds["x,y"]), atol=0.02)
+    thresholds = np.linspace(0, 1, 11)
+    np.random.seed(0)
+    shares, bands = library.create_performance_profile({"x": x}, thresholds, reps=100)
+    np.testing.assert_allclose(estimates.profile(x, thresholds), shares["x"], atol=1e-6)
+    ours = estimates.interval(x, lambda z: estimates.profile(z, thresholds).T, 1000)
+    np.testing.assert_allclose(ours, bands["x"], atol=0.08)
+
+
+def test_intervals_are_over_seeds():  # google-research/rliable#20
+    low, high = estimates.interval(np.array([[0.0], [25], [50], [75], [100]]), estimates.iqm)
+    assert low < 30 and high > 70
+    assert estimates.interval(np.array([[1.0, 2.0, 3.0]]), estimates.mean) is None
+    same = np.array([[0.0, 100.0]] * 5)  # environments differ, seeds do not
+    assert estimates.interval(same, estimates.mean).tolist() == [50, 50]
+    curves = np.stack([same + i for i in range(3)])
+    assert estimates.interval(curves, estimates.mean).tolist() == [[50, 51, 52]] * 2
+
+
+# ---- Collect ---------------------------------------------------------------------------------------------------------
+
+
+def test_tables_in_long_form(tmp_path):
+    suite = make_suite(seeds=(1, 2))
+    folder = write_run(tmp_path, suite.runs[0], [1.0, 2.0], loss=None)
+    episode = {"global_step": 500, "split": "eval", "level": 7, "return": 3.0, "length": 9, "solved": True, "task": "t"}
+    (folder / "eval.jsonl").write_text(json.dumps(episode) + "\n")
+    assert collect(suite, tmp_path) == []
+    row, pending = read_runs(tmp_path / "s")
+    assert (row["algorithm"], row["env_id"], row["seed"], row["state"]) == ("a", "E1", 1, "done")
+    assert (row["host"], row["git_commit"], row["final_step"], row["sps_median"]) == ("h", "c0ffee" * 6, 1000, 10.0)
+    assert json.loads(row["args_json"]) == {"batch_size": 100} and json.loads(row["versions_json"]) == {"torch": "2.0"}
+    assert pending["state"] == "pending" and pending["final_step"] is None
+    table = pq.read_table(tmp_path / "s" / "metrics.parquet").to_pylist()
+    assert {r["key"] for r in table} == {METRIC, "charts/SPS", "loss"}
+    found = [(r["run_id"], r["global_step"], r["wall_s"], r["value"]) for r in table if r["key"] == METRIC]
+    assert found == [(suite.runs[0].id, 500, 50.0, 1.0), (suite.runs[0].id, 1000, 100.0, 2.0)]
+    assert all(math.isnan(r["value"]) for r in table if r["key"] == "loss")  # null in the file: not finite
+    (found,) = pq.read_table(tmp_path / "s" / "evals.parquet").to_pylist()
+    assert (found["level"], found["return"], found["solved"], found["algorithm"]) == ("7", 3.0, True, "a")
+    assert json.loads(found["other_json"]) == {"task": "t"}
+
+
+def test_damaged_lines_are_counted_and_the_rest_is_read(tmp_path):
+    suite = make_suite(seeds=(1,))
+    folder = write_run(tmp_path, suite.runs[0], [1.0, 2.0, 3.0])
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'\x00\x00\n[1]\n{"global_step": NaN}\n{"global_step": 1000, "eval/retu')
+    (note,) = collect(suite, tmp_path)
+    assert note == "a/E1/seed1: 4 damaged lines left out"
+    assert report(suite, tmp_path)["environments"]["E1"]["a"]["scores"] == {1: 2.0}
+
+
+def test_collect_reads_only_what_is_new(tmp_path):
+    suite = make_suite(seeds=(1, 2, 3, 4))
+    folder = write_run(tmp_path, suite.runs[0], [1.0])
+    write_run(tmp_path, suite.runs[1], [2.0], result=False)
+    write_run(tmp_path, suite.runs[3], [4.0])
+    parts = lambda: {p.name: p.stat().st_mtime_ns for p in (tmp_path / "s" / "metrics.parquet").glob("part-*")}  # noqa: E731
+    values = lambda: sorted(v for _, _, _, _, of in points(tmp_path / "s", METRIC) for v in of)  # noqa: E731
+    collect(suite, tmp_path)
+    first = parts()
+    assert len(first) == 2 and "part-open.parquet" in first
+    write_run(tmp_path, suite.runs[2], [3.0])
+    collect(suite, tmp_path)
+    second = parts()
+    assert len(second) == 3 and values() == [1, 2, 3, 4]
+    kept = first.keys() & second.keys() - {"part-open.parquet"}
+    assert len(kept) == 1 and all(first[name] == second[name] for name in kept)
+    (folder / "metrics.jsonl").write_text(json.dumps({"global_step": 1000, METRIC: 7.0}) + "\n")  # run again
+    collect(suite, tmp_path)
+    assert values() == [2, 3, 4, 7]
+    shutil.rmtree(tmp_path / "s" / "runs" / suite.runs[2].id)
+    collect(suite, tmp_path)
+    assert values() == [2, 4, 7]
+
+
+@pytest.mark.parametrize("lost", ["runs.parquet", "metrics.parquet", "evals.parquet"])
+def test_collect_killed_half_way_ends_with_the_same_tables(tmp_path, lost):
+    suite = make_suite(seeds=(1, 2))
+    write_all(tmp_path, suite, lambda *who: 5.0)
+    for path in (tmp_path / "s" / "runs").glob("*/*/*/*"):
+        (path / "eval.jsonl").write_text('{"global_step": 1, "return": 2.0}\n')
+    collect(suite, tmp_path)
+    names = "runs.parquet", "metrics.parquet", "evals.parquet"
+    before = [pq.read_table(tmp_path / "s" / name).to_pylist() for name in names]
+    path = tmp_path / "s" / lost
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    collect(suite, tmp_path)
+    assert [pq.read_table(tmp_path / "s" / name).to_pylist() for name in names] == before
+
+
+def test_two_collects_at_once_and_two_folders_of_one_run(tmp_path):
+    suite = make_suite(seeds=(1,))
+    folder = write_run(tmp_path, suite.runs[0], [1.0] * 3)
+    collect(suite, tmp_path)
+    with (
+        open(tmp_path / "s" / "metrics.parquet" / ".lock") as lock,
+        pytest.raises(SystemExit, match="error: another process collects"),
+    ):
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        collect(suite, tmp_path)
+    newer = shutil.copytree(folder, folder.with_name("seed1-def"))
+    (newer / "metrics.jsonl").write_text(json.dumps({"global_step": 1000, METRIC: 9.0}) + "\n")
+    os.utime(newer / "config.json")
+    assert collect(suite, tmp_path) == [f"a/E1/seed1: 2 run folders, the newest counts: {newer}"]
+    assert report(suite, tmp_path, reps=10)["environments"]["E1"]["a"]["value"] == 9
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path):
+    suite = make_suite(seeds=(1,))
+    write_all(tmp_path, suite, lambda *who: 5.0)
+    limited = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import test_benchmark_report as t
+t.collect(t.make_suite(seeds=(1,)), {str(tmp_path)!r})
+"""
+    out = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, timeout=60)
+    assert out.returncode == 1 and re.fullmatch(r"error: .* cannot be written: .*File too large.*\n", out.stderr)
+    assert not list((tmp_path / "s").rglob("*.tmp"))
+    assert made(tmp_path, suite)[0]["environments"]["E1"]["a"]["value"] == 5
+
+
+def test_a_step_logged_twice_by_a_resumed_run_counts_once(tmp_path):  # DLR-RM/rl-baselines3-zoo#364
+    suite = make_suite(seeds=(1,))
+    write_run(tmp_path, suite.runs[0], [1, 2, 9, 2, 3], steps=[400, 700, 1000, 700, 1000])
+    assert made(tmp_path, suite)[0]["environments"]["E1"]["a"]["scores"] == {1: 2.0}  # of 1, 2 and 3
+
+
+# ---- Other programs' runs --------------------------------------------------------------------------------------------
+
+
+def write_tensorboard(folder, rows, args=None, **options):
+    """As CleanRL does: rows of (tag, value, step)."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder), **options)
+    if args:
+        lines = "\n".join(f"|{key}|{value}|" for key, value in args.items())
+        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{lines}")
+    for tag, value, step in rows:
+        writer.add_scalar(tag, value, step)
+    writer.close()
+
+
+RETURN = "charts/episodic_return"
+
+
+def test_cleanrl_runs_are_imported_and_compared(tmp_path):  # entity-neural-network/incubator PR 93
+    suite = make_suite(seeds=(1, 2), metric=RETURN)
+    for run in suite.runs:
+        write_run(tmp_path, run, [3.0] * 10, key=RETURN)
+    args = {"exp_name": "ppo", "env_id": "E1", "seed": 1, "batch_size": 128, "gamma": 0.99}
+    eight = [(RETURN, i, step) for step in range(100, 1000, 100) for i in range(8)]  # environments that end together
+    write_tensorboard(tmp_path / "tb" / "E1__ppo__1__17", [*eight, ("charts/SPS", 50, 950)], args)
+    write_tensorboard(tmp_path / "tb" / "E1__ppo__2__18", [(RETURN, 4.0, step) for step in range(100, 1001, 100)])
+    write_tensorboard(tmp_path / "tb" / "unknown", [(RETURN, 1.0, 1)])
+    write_tensorboard(tmp_path / "tb" / "E1__short__1__17", [(RETURN, 1.0, step) for step in range(50, 951, 50)])
+    write_tensorboard(tmp_path / "tb" / "E9__ppo__1__19", [(RETURN, 1.0, 1000)])
+    (note,) = collect(suite, tmp_path, tensorboard=tmp_path / "tb")
+    assert "unknown is left out: it has no hyperparameters or a name such as" in note
+    summary, text = made(tmp_path, suite)  # a collect without the folder keeps what was imported
+    assert summary["environments"]["E1"]["ppo (imported)"]["scores"] == {1: 3.5, 2: 4.0}
+    assert summary["algorithms"] == ["a", "ppo (imported)", "short (imported)"] and summary["counted"] == 4
+    assert [m["why"] for m in summary["missing"]] == ["short: 950 of 1,000 steps"]  # not within an update of the budget
+    assert "E9" in summary["notes"][0] and "ppo (imported)/E9/seed1 is left out" in text
+    row = next(r for r in read_runs(tmp_path / "s") if r["batch_size"] == 128)
+    assert json.loads(row["args_json"])["gamma"] == "0.99" and row["final_step"] == 950 and row["sps_median"] == 50
+    assert len(read_runs(tmp_path / "s")) == 2 + 4
+
+
+def test_event_files_of_a_resumed_run_are_one_run(tmp_path):
+    suite, folder = make_suite(seeds=(1,), metric=RETURN), tmp_path / "tb" / "E1__ppo__1__17"
+    write_tensorboard(folder, [(RETURN, 1.0, step) for step in range(100, 801, 100)], filename_suffix=".1")
+    path = next(folder.iterdir())
+    path.rename(folder / "events.out.tfevents.1000000000.h")
+    write_tensorboard(folder, [(RETURN, 5.0, step) for step in range(600, 1001, 100)])
+    collect(suite, tmp_path, tensorboard=tmp_path / "tb")
+    ((_, _, steps, walls, values),) = points(tmp_path / "s", RETURN)
+    assert steps.tolist() == list(range(100, 1001, 100)) and values.tolist() == [1] * 5 + [5] * 5
+    assert (np.diff(walls) >= 0).all()
+
+
+def wandb_records(path):
+    """Records of an offline log: after 7 bytes, pieces of records in blocks of 32 KiB, as LevelDB keeps its log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := -at % 32768) < 7 and left:
+            at += left  # no room for a head: padding
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # all of a record, or its end
+            yield Record.FromString(record)
+            record = b""
+
+
+def test_wandb_export_holds_every_key(tmp_path, monkeypatch):  # vwxyzjn/cleanrl#489
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    suite = make_suite(seeds=(1,))
+    write_run(tmp_path, suite.runs[0], [1.0, 2.0], **{"losses/policy_loss": 0.5, "gone": None})
+    collect(suite, tmp_path)
+    assert export_wandb(suite, tmp_path) == 1
+    (path,) = (tmp_path / "s" / "wandb").glob(f"offline-run-*/run-{suite.runs[0].id}.wandb")
+    records = list(wandb_records(path))
+    run = next(record.run for record in records if record.HasField("run"))
+    assert run.run_id == suite.runs[0].id and run.run_group == "a" and run.display_name == "a/E1/seed1"
+    rows = [record.history.item for record in records if record.HasField("history")]
+    rows = [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
+    found = [(row["global_step"], row[METRIC], row["losses/policy_loss"]) for row in rows]
+    assert found == [(500, 1, 0.5), (1000, 2, 0.5)]
+    assert "gone" not in rows[0]
+
+
+# ---- Report ----------------------------------------------------------------------------------------------------------
+
+
+def test_scores_and_intervals_of_known_runs(tmp_path):
+    suite = make_suite(("a", "b"), ("E1", "E2"), (1, 2, 3), normalization={"E1": [0, 10], "E2": [-1, 1]})
+    write_all(tmp_path, suite, lambda name, env, seed: {"E1": 2.0 * seed, "E2": 0.5}[env] - (name == "b"))
+    summary, text = made(tmp_path, suite)
+    x = np.array([[0.2, 0.75], [0.4, 0.75], [0.6, 0.75]])
+    for kind, of in summary["aggregate"]["a"].items():
+        assert of["value"] == pytest.approx(float(estimates.ESTIMATES[kind](x))) and of["n"] == 3
+        assert of["interval"][0] <= of["value"] <= of["interval"][1]
+    mean = summary["environments"]["E1"]["a"]
+    assert mean["value"] == 4 and mean["scores"] == {1: 2, 2: 4, 3: 6} and mean["interval"][0] < 4 < mean["interval"][1]
+    assert summary["best"] == {"E1": "a", "E2": "a"} and summary["missing"] == []
+    (pair,) = summary["improvement"]
+    assert (pair["x"], pair["y"], pair["value"]) == ("b", "a", pytest.approx((0 + 3 / 9) / 2))  # 1 3 5 against 2 4 6
+    assert "**Complete**: all 6" not in text and "**Complete**: all 12 runs" in text
+    assert "| E2 | **0.50 (0.50 to 0.50)** | -0.50 (-0.50 to -0.50) |" in text  # bold: its interval lies above
+    assert "| E1 | 4.00 (" in text and f"git checkout {'c0ffee' * 6}" in text
+    assert "scripts/run algos/ppo.py --env-id E1 --seed 1 --total-timesteps 1000" in text
+    for name in ("aggregate", "improvement", "profile", "efficiency", "curves"):
+        assert (tmp_path / "s" / "figures" / f"{name}.png").stat().st_size > 5000
+        assert f"(figures/{name}.png)" in text
+    assert json.loads((tmp_path / "s" / "summary.json").read_text())["aggregate"] == summary["aggregate"]
+
+
+def test_the_same_runs_give_the_same_files(tmp_path):
+    suite = make_suite(seeds=(1, 2), normalization={"E1": [0, 10]})
+    write_all(tmp_path, suite, lambda name, env, seed: float(seed))
+    files = []
+    for _ in range(2):
+        made(tmp_path, suite)
+        outputs = [tmp_path / "s" / name for name in ("report.md", "report.html", "summary.json")]
+        files.append({p.name: p.read_bytes() for p in [*outputs, *(tmp_path / "s" / "figures").iterdir()]})
+    assert files[0] == files[1] and len(files[0]) == 3 + 8  # no pair to compare: four figures
+
+
+def test_curves_stand_on_the_grid_and_are_neither_stretched_nor_carried_back(tmp_path):
+    suite = make_suite(seeds=(1, 2), normalization={"E1": [0, 10]})
+    uneven = {1: ([91, 100, 105, 555, 990], [4, 6, 2, 8, 3]), 2: (list(range(25, 1001, 25)), list(range(40)))}
+    for run in suite.runs:
+        steps, values = uneven[run.seed]
+        folder = write_run(tmp_path, run, [float(v) for v in values], steps=steps)
+        (folder / "result.json").write_text('{"global_step": 1000, "wall_s": 100}')
+    summary, _ = made(tmp_path, suite)
+
+    def oracle(seed, edge):  # mean since the last edge, else the last one
+        now = [v for s, v in zip(*uneven[seed]) if edge - 10 < s <= edge]
+        return np.mean(now) if now else oracle(seed, edge - 10) if edge > 10 else None
+
+    x, middle, low, high = summary["efficiency"]["a"]["steps"]
+    assert x == list(range(10, 1001, 10))
+    for edge, value, bottom, top in zip(x, middle, low, high):
+        both = [oracle(1, edge), oracle(2, edge)]
+        if None in both:
+            assert edge < 91 and value is bottom is top is None
+        else:
+            assert value == pytest.approx(np.mean(both) / 10)
+            assert [bottom, top] == pytest.approx(sorted(b / 10 for b in both))
+    seconds, middle, *_ = summary["efficiency"]["a"]["seconds"]
+    np.testing.assert_allclose(
+        seconds, np.linspace(0, 99, 51)[1:]
+    )  # the first run ends after 99 s, the other after 100
+    ends = {seed: {-(-s // 10) * 10: s / 10 for s in steps} for seed, (steps, _) in uneven.items()}  # of each cell
+    for now, value in zip(seconds, middle):
+        done = [max((edge for edge, end in of.items() if end <= now + 1e-9), default=0) for of in ends.values()]
+        both = [oracle(seed, edge) for seed, edge in zip(ends, done)]
+        assert value is None if None in both else value == pytest.approx(np.mean(both) / 10)
+    assert value is not None and middle[3] is None
+    assert summary["environments"]["E1"]["a"]["scores"] == {1: pytest.approx((2 + 8 + 3) / 3), 2: 38.0}
+
+
+def test_points_beyond_the_budget_are_the_last_update_s_alone(tmp_path):
+    suite = make_suite(seeds=(1,))
+    write_run(tmp_path, suite.runs[0], [1.0, 2.0, 3.0, 99.0], steps=[400, 800, 1010, 1300])
+    assert made(tmp_path, suite)[0]["environments"]["E1"]["a"]["scores"] == {1: 2.0}
+
+
+def test_a_killed_seed_is_listed_and_is_no_data(tmp_path):  # microsoft/oac-explore#5
+    suite = make_suite(normalization={"E1": [0, 10]})
+    first, second, killed = suite.runs
+    write_run(tmp_path, first, [2.0] * 10)
+    write_run(tmp_path, second, [4.0] * 10)
+    write_run(tmp_path, killed, [100.0], steps=[100], result=False)
+    record = {"state": "failed", "reason": "killed by SIGKILL", "last_line": "upd `1` | a", "command": ["python", "x"]}
+    write_ledger(tmp_path, killed, attempts=3, **record)
+    summary, text = made(tmp_path, suite)
+    assert (summary["counted"], summary["planned"]) == (2, 3) and "**Incomplete**: 2 of 3 runs count" in text
+    (missing,) = summary["missing"]
+    assert missing["name"] == "a/E1/seed3" and missing["why"] == "failed at step 100 of 1,000: killed by SIGKILL"
+    assert missing["command"] == "python x" and r"| `upd '1' \| a` | `python x` |" in text
+    assert summary["environments"]["E1"]["a"]["value"] == 3 and summary["aggregate"]["a"]["IQM"]["n"] == 2
+    assert "as many seeds as each environment has: a: 2" in text
+    assert text.index("Completeness") < text.index("All environments")
+
+
+def test_short_empty_and_early_ending_runs_are_missing(tmp_path):  # hill-a/stable-baselines PR 293
+    suite = make_suite(seeds=range(7))
+    runs = suite.runs
+    write_run(tmp_path, runs[0], [1.0, 2.0, 3.0])  # as few points as the score needs
+    write_run(tmp_path, runs[1], [50.0] * 9, steps=list(range(100, 1000, 100)))
+    write_run(tmp_path, runs[2], [50.0], key="charts/episodic_return")
+    empty = write_run(tmp_path, runs[3], [50.0])
+    (empty / "metrics.jsonl").write_text("")
+    early = write_run(tmp_path, runs[4], [50.0] * 20, steps=list(range(10, 201, 10)))
+    (early / "result.json").write_text('{"global_step": 1000}')
+    write_ledger(tmp_path, runs[5], state="running")
+    summary, text = made(tmp_path, suite)
+    assert summary["environments"]["E1"]["a"]["scores"] == {0: 2.0}
+    why = {m["name"][-1]: m["why"] for m in summary["missing"]}
+    assert why == {
+        "1": "short: 900 of 1,000 steps",
+        "2": "logs no eval/return_mean up to its budget (but charts/episodic_return)",
+        "3": "logs no eval/return_mean up to its budget",
+        "4": "its last eval/return_mean is at step 200 of 1,000",
+        "5": "running",
+        "6": "pending",
+    }
+    assert "| a | 7 | 1 | 1 |  |  | 1 | 4 |" in text
+
+
+def test_one_seed_has_no_interval(tmp_path):  # DLR-RM/stable-baselines3#1137
+    suite = make_suite(("a", "b"), seeds=(1,), normalization={"E1": [0, 10]})
+    write_all(tmp_path, suite, lambda name, *_: {"a": 5.0, "b": 1.0}[name])
+    summary, text = made(tmp_path, suite)
+    assert summary["environments"]["E1"]["a"]["interval"] is None and "| E1 | 5.00 (n=1) | 1.00 (n=1) |" in text
+    assert summary["aggregate"]["a"]["IQM"] == {"value": 0.5, "interval": None, "n": 1} and "**5.00" not in text
+    assert (tmp_path / "s" / "figures" / "curves.svg").exists()
+
+
+def test_what_is_not_finite_is_never_best(tmp_path):  # ray-project/ray#23812
+    scores = {"nan": math.nan, "one": 1.0, "three": 3.0, "inf": math.inf}
+    suite = make_suite(scores, seeds=(1,), normalization={"E1": [0, 10]})
+    for run in suite.runs:
+        write_run(tmp_path, run, [2.0, 2.0, scores[run.algorithm]])
+    summary, text = made(tmp_path, suite)
+    assert summary["best"] == {"E1": "three"}
+    assert {m["name"]: m["why"] for m in summary["missing"]} == {
+        f"{name}/E1/seed1": "eval/return_mean is not finite at its end" for name in ("nan", "inf")
+    }
+    cells = [cell.strip() for line in text.splitlines() if line.startswith("| E1") for cell in line.split("|")]
+    assert cells == ["", "E1", "", "1.67 (n=1)", "2.33 (n=1)", "", ""]
+    assert estimates.best(scores) == ("three", ["nan", "inf"])
+
+
+def test_no_finished_run_at_all(tmp_path):
+    suite = make_suite(("a", "b"))
+    with pytest.raises(SystemExit, match=r"error: 6 runs, as a/E1/seed1, are in no table of .*: collect first"):
+        report(suite, tmp_path)
+    summary, text = made(tmp_path, suite)
+    assert summary["counted"] == 0 and "No run is whole yet" in text and "| a | 3 |  |  |  |  | 3 |  |" in text
+
+
+def test_seeds_of_one_configuration_are_one_curve(tmp_path):  # gxywy/rl-plotter#2, openai/baselines#1020
+    suite = make_suite(seeds=(1, 2, 3))
+    write_all(tmp_path, suite, lambda name, env, seed: float(seed))
+    summary, _ = made(tmp_path, suite)
+    curves = environment_curves(Study(suite, tmp_path / "s", METRIC))
+    (axis,) = figures.environments(summary, curves).axes
+    (thick,), (thin, _) = axis.lines, axis.collections
+    assert len(thin.get_segments()) == 3 and thick.get_ydata()[-1] == 2 and thick.get_xdata()[-1] == BUDGET
+    assert axis.get_xlabel() == "steps" and summary["environments"]["E1"]["a"]["n"] == 3
+
+
+def test_returns_of_several_environments_are_not_mixed_without_constants(tmp_path):
+    suite = make_suite(envs=("E1", "E2"), seeds=(1, 2), normalization={"E1": [0, 10]})
+    write_all(tmp_path, suite, lambda name, env, seed: float(seed))
+    summary, text = made(tmp_path, suite)
+    assert summary["aggregate"] == {} and "no estimate over all environments: [normalization] lacks E2" in text
+    assert summary["environments"]["E2"]["a"]["value"] == 1.5
+    gone = make_suite(envs=("E1",), seeds=(1, 2))  # one environment: its returns as they are
+    assert set(made(tmp_path / "one", gone)[0]["aggregate"]) == set()
+    write_all(tmp_path / "two", gone, lambda name, env, seed: float(seed))
+    assert set(made(tmp_path / "two", gone)[0]["aggregate"]["a"]) == {"IQM", "median", "mean"}
+
+
+FAKE = f"""
+name = "fake"
+seeds = [1, 2]
+environments = ["A", "B"]
+budget = 12
+args = {{ step-s = 0.1 }}
+normalization = {{ A = [0, 1_000_003], B = [0, 1_000_003] }}
+[[algorithms]]
+name = "fake"
+script = "{ROOT / "tests" / "fake_script.py"}"
+"""
+
+
+def test_runs_that_were_killed_give_the_report_of_undisturbed_ones(tmp_path):
+    reports = []
+    for kills in (0, 2):
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        (folder / "fake.toml").write_text(FAKE)
+
+        def start(verb, *more, folder=folder):
+            command = [
+                sys.executable,
+                ROOT / "benchmark" / "run.py",
+                verb,
+                folder / "fake.toml",
+                "--results",
+                folder,
+                *more,
+            ]
+            return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+        for kill in range(kills):
+            runner, deadline, under_way = start("run", "--workers", "2"), time.monotonic() + 60, []
+            while len(under_way) < 6 + 8 * kill and time.monotonic() < deadline:
+                time.sleep(0.02)
+                logs = folder.glob("fake/runs/*/*/*/*/metrics.jsonl")
+                under_way = [log.parent for log in logs for _ in log.read_text().splitlines()]
+            runner.kill()
+            runner.wait()
+            last = [path for path in under_way if not (path / "result.json").exists()][-1]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(json.loads((last / "status.json").read_text())["pid"], signal.SIGKILL)
+        assert start("run", "--workers", "2").wait(timeout=100) == 0
+        assert start("report").wait(timeout=100) == 0
+        summary = json.loads((folder / "fake" / "summary.json").read_text())
+        text = (folder / "fake" / "report.md").read_text().split("## Speed")[0]
+        reports.append((text, {key: value for key, value in summary.items() if key not in ("speed", "origin")}))
+    assert reports[0] == reports[1]
+    assert summary["counted"] == 4 and len(summary["environments"]["B"]["fake"]["scores"]) == 2
+
+
+def test_against_the_paper(tmp_path):
+    suite = make_suite(reference={"a": {"E1": [2.5, 0.3]}, "other": {"E1": 9}})
+    write_all(tmp_path, suite, lambda name, env, seed: float(seed))
+    _, text = made(tmp_path, suite)
+    assert (
+        re.search(r"\| a \| E1 \| 2.50 ± 0.30 \| 2.00 \(.*\) \| yes \|", text) and "| other | E1 | 9.00 |  |  |" in text
+    )
+
+
+def test_against_a_baseline(tmp_path):
+    suite = make_suite(("a", "b"), ("E1", "E2"))
+    write_all(tmp_path, suite, lambda name, env, seed: 5.0 + seed / 100)
+    baseline, text = made(tmp_path, suite)
+    assert "baseline" not in text
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps(baseline))
+    assert made(tmp_path, suite, against=old)[0]["regressions"] == []
+    baseline["environments"]["E1"]["a"]["value"] = 5.1  # above our interval, 5.01 to 5.03
+    baseline["environments"]["E1"]["b"]["value"] = 5.025  # within
+    baseline["environments"]["E2"]["gone"] = baseline["environments"]["E2"]["a"]
+    old.write_text(json.dumps(baseline))
+    summary, text = made(tmp_path, suite, against=old)
+    found = [(row["algorithm"], row["env_id"], row["what"]) for row in summary["regressions"]]
+    assert found == [("a", "E1", "worse"), ("gone", "E2", "missing")]
+    assert "| a | E1 | worse | 5.10 | 5.02 |" in text
+    old.write_text(json.dumps(baseline | {"metric": "charts/episodic_return"}))
+    with pytest.raises(SystemExit, match="nothing.json: this is no summary.json of a report"):
+        report(suite, tmp_path, against=tmp_path / "nothing.json")
+    with pytest.raises(SystemExit, match="its metric is charts/episodic_return, here it is eval/return_mean"):
+        report(suite, tmp_path, against=old)
+
+
+# ---- The page --------------------------------------------------------------------------------------------------------
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.ids, self.pictures, self.open, self.text = [], set(), [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.links += [attributes["href"]] if "href" in attributes else []
+        self.ids |= {attributes.get("id")}
+        self.pictures += [attributes["src"]] if "src" in attributes else []
+        self.open += [tag] if tag not in ("meta", "img") else []
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    suite = make_suite(("a", "b"), ("E1", "E2"), normalization={"E1": [0, 10], "E2": [0, 10]}, description="x < y & z")
+    for run in suite.runs[:-1]:
+        write_run(folder, run, [run.seed + (run.algorithm == "a")] * 10)
+    record = {"state": "failed", "reason": "exit 1", "last_line": "<b>no tag</b> **", "command": "c" * 300}
+    write_ledger(folder, suite.runs[-1], **record)
+    made(folder, suite)
+    return folder / "s" / "report.html"
+
+
+def test_the_page_needs_no_other_file(page):
+    found = Page(page.read_text())
+    assert found.open == [] and {link[1:] for link in found.links} <= found.ids and len(found.links) >= 5
+    assert "x < y & z" in found.text and "<b>no tag</b> **" in found.text
+    assert len(found.pictures) == 5
+    for picture in found.pictures:
+        kind, data = picture.split(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert ElementTree.fromstring(base64.b64decode(data)).tag.endswith("svg")
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_the_page_in_a_browser(page, tmp_path, width):
+    """A script in a copy measures: nothing sticks out, pictures are there, contents stay in view, lines are short."""
+    script = """<script>onload = () => {
+      scrollTo(0, 1e6);
+      const box = (e) => document.querySelector(e).getBoundingClientRect();
+      document.title = JSON.stringify({
+        out: document.documentElement.scrollWidth - innerWidth, top: box("nav").top, text: box("p").width,
+        pictures: [...document.images].filter((i) => i.naturalWidth > 100 && i.width > 100).length,
+        overlap: box("nav").right > box("main").left + 1, height: document.body.scrollHeight,
+      });
+    }</script>"""
+    copy = tmp_path / "copy.html"
+    copy.write_text(page.read_text().replace("</body>", script + "</body>"))
+    flags = f"--headless --no-sandbox --disable-gpu --user-data-dir={tmp_path}/p --window-size={width},900".split()
+    out = subprocess.run([BROWSER, *flags, "--dump-dom", copy.as_uri()], capture_output=True, text=True, timeout=60)
+    found = json.loads(re.search(r"<title>({.*?})</title>", out.stdout)[1])
+    assert found["out"] <= 0 and found["pictures"] == 5 and found["height"] > 2000
+    if width == 1280:
+        assert 0 <= found["top"] < 50 and not found["overlap"] and 500 < found["text"] < 800
