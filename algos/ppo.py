@@ -848,6 +848,8 @@ class RunLogger:
         """result.json, written last: its presence means that the run is complete."""
         result = {key: int(value) if key == "global_step" else value for key, value in finite(result).items()}
         write_atomically(self.dir / "result.json", lambda f: f.write(json.dumps(result, indent=1).encode()))
+        if self.show:
+            tqdm.write(f"finished: {self.dir}\n{json.dumps(result)}")
         return result
 
 

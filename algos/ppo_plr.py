@@ -92,8 +92,8 @@ class Args:
 
     # curriculum
     curriculum: Literal["plr", "robust_plr", "dr"] = "plr"  # dr: uniform; robust_plr: unseen levels give no gradient
-    plr_score: str = "value_l1"  # how much there is to learn on a level
-    plr_score_transform: str = "rank"  # score -> replay weight
+    plr_score: str = "value_l1"  # how much there is to learn on a level; a wrong name lists all 13
+    plr_score_transform: str = "rank"  # score -> replay weight; a wrong name lists all 8
     plr_temperature: float = 0.1  # beta: weight ** (1 / beta)
     plr_staleness_coef: float = 0.1  # rho in the paper: share of the draws by staleness
     plr_replay_schedule: Literal["proportionate", "fixed"] = (
@@ -1760,6 +1760,8 @@ class RunLogger:
         """result.json, written last: its presence means that the run is complete."""
         result = {key: int(value) if key == "global_step" else value for key, value in finite(result).items()}
         write_atomically(self.dir / "result.json", lambda f: f.write(json.dumps(result, indent=1).encode()))
+        if self.show:
+            tqdm.write(f"finished: {self.dir}\n{json.dumps(result)}")
         return result
 
 

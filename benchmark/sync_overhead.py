@@ -426,8 +426,8 @@ def compare_ray(args, workloads):
     os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of one machine
     import ray
 
-    ray.init(num_cpus=args.processes, object_store_memory=2 * 10**8, include_dashboard=False, log_to_driver=False,
-             logging_level="ERROR")  # fmt: skip
+    ray.init("local", num_cpus=args.processes, object_store_memory=2 * 10**8, include_dashboard=False,
+             log_to_driver=False, logging_level="ERROR")  # fmt: skip
     try:
         players = [ray.remote(RayPlayer).options(num_cpus=0).remote() for _ in range(args.processes)]
         return compare(args, [("ray", "none"), *(("ray", mode) for mode in MODES)], workloads, players)

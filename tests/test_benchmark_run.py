@@ -207,7 +207,7 @@ def test_what_is_wrong_in_a_suite_is_told_in_one_line(case, tmp_path):
 
 
 def test_a_suite_that_is_not_there(tmp_path):
-    with pytest.raises(SystemExit, match="no suite smok: name a TOML file or one of cartpole, minigrid_plr, .*smoke"):
+    with pytest.raises(SystemExit, match="no suite smok: name a TOML file or one of bigfish_nature, cartpole, .*smoke"):
         suite.load("smok")
 
 

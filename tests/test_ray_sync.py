@@ -181,7 +181,7 @@ def cluster():
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # it kills workers when others use up the memory
         patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)  # Ray's workers import this file
-        ray.init(num_cpus=4, object_store_memory=2**28, include_dashboard=False, logging_level="ERROR")
+        ray.init("local", num_cpus=4, object_store_memory=2**28, include_dashboard=False, logging_level="ERROR")
         yield
         ray.shutdown()
 

@@ -1,6 +1,6 @@
 """PPO as a CleanRL-style loop with a curriculum: the CartPole experiment of the Syllabus paper (its section 6).
 
-    scripts/run scripts/integrations/cleanrl_cartpole.py        # 5 seeds of both arms: 4 minutes on one core
+    scripts/run scripts/integrations/cleanrl_cartpole.py        # 5 seeds of both arms: 3 minutes on one core
 
 `expanding` starts episodes near the balance and widens the range with success, `full` uses the widest range all the
 time; both are evaluated on the widest. Beyond 0.209 rad the pole counts as fallen: with the paper's range of 0.3 no

@@ -17,7 +17,10 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this machine alone
-import ray  # noqa: E402
+try:
+    import ray
+except ImportError:
+    sys.exit("error: ray is not installed: scripts/run --extra ray scripts/integrations/rllib_cartpole.py")
 from ray.rllib.algorithms.ppo import PPOConfig  # noqa: E402
 from ray.tune.registry import register_env  # noqa: E402
 
@@ -41,7 +44,7 @@ class Args:
 
 
 def main(args):
-    ray.init(num_cpus=args.num_env_runners + 1, object_store_memory=2 * 10**8, include_dashboard=False)
+    ray.init("local", num_cpus=args.num_env_runners + 1, object_store_memory=2 * 10**8, include_dashboard=False)
     task_space = BoxTaskSpace(gym.spaces.Box(-args.start_range, args.start_range, (2,)))
     expanding = ExpandingBox(task_space, args.steps, args.success_threshold, args.required_successes, seed=args.seed)
     with make_ray_curriculum(expanding) as curriculum:
