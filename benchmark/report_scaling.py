@@ -1,7 +1,7 @@
 """Time and memory of collect and report on made-up runs of 10 algorithms on 50 environments.
 
     python benchmark/report_scaling.py                            # 10,000 runs of 1,000 points: 1.5 GB in the folder
-    python benchmark/report_scaling.py --runs 1000 --folder /tmp/scaling
+    python benchmark/report_scaling.py --runs 1000 --folder scaling   # a tenth; the folder stays
 
 Every point has a return and a speed, every tenth an evaluation: the metric. Prints a table of seconds and peak memory,
 of a fresh process each: collect 99 % of the runs, once more with nothing new, with the rest; report.

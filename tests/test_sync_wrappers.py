@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Text, Tuple
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from test_sync import START, start
 
 from curricula.core import Curriculum, MultiDiscreteTaskSpace, PettingZooTaskWrapper, TaskSpace, TaskWrapper
 from curricula.domain_randomization import DomainRandomization
@@ -33,7 +34,6 @@ from curricula.sync import (
     make_multiprocessing_curriculum,
 )
 
-START = ["fork", "spawn", "forkserver"]
 pytestmark = pytest.mark.filterwarnings("ignore:environment .* is gone without close")
 
 
@@ -85,16 +85,6 @@ class Book(Curriculum):
 
     def told(self, env_id, kind):
         return [entry[2:] for entry in self.log if entry[:2] == (env_id, kind)]
-
-
-def start(method, function, *args):
-    """A process, or a thread, that runs `function(*args)`."""
-    if method == "thread":
-        worker = threading.Thread(target=function, args=args, daemon=True)
-    else:
-        worker = multiprocessing.get_context(method).Process(target=function, args=args, daemon=True)
-    worker.start()
-    return worker
 
 
 def join(workers, seconds=30):
