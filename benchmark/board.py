@@ -1,6 +1,9 @@
 """What the runner says: a live table on a terminal, a line now and then elsewhere, and who failed at the end."""
 
+import glob
 import json
+import os
+import shlex
 import shutil
 import signal
 import sys
@@ -8,15 +11,22 @@ import time
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 from benchmark.ledger import alive
 
 REFRESH_S, LINE_S = 2, 30  # on a terminal, elsewhere
 
 
+def run_directories(folder, run_id):
+    """Where the script keeps the run: nowhere before it has begun; two folders, the last one begun first, if its
+    defaults changed meanwhile, so that it began anew."""
+    found = glob.glob(f"{glob.escape(str(folder))}/runs/{run_id}/*/*/*/config.json")
+    return [Path(config).parent for config in sorted(found, key=os.path.getmtime, reverse=True)]
+
+
 def run_directory(folder, run_id):
-    """Where the script keeps the run, or None before it has made that folder."""
-    return next((config.parent for config in (folder / "runs" / run_id).glob("*/*/*/config.json")), None)
+    return next(iter(run_directories(folder, run_id)), None)
 
 
 def finished(folder, run):
@@ -95,12 +105,12 @@ class Board:
             lines.append(f"failed: {run}: {record['reason']}")
             lines += [f"  last line: {record['last_line']}"] if record.get("last_line") else []
             lines.append(f"  log:       {self.folder / 'logs' / run.id}.log")
-            lines.append(f"  command:   {' '.join(run.command(self.folder))}")
+            lines.append(f"  command:   {shlex.join(run.command(self.folder))}")
         if causes := Counter(record["reason"] for _, record in states["failed"]).most_common(10):
             lines.append("failed, by reason: " + "; ".join(f"{count} {reason}" for reason, count in causes))
         if stop is not None and stop.level:
             lines.append("stopped: the same command goes on from here")
         self.put(lines)
-        if stop is not None and stop.level:
+        if stop is not None and stop.number:
             return 130 if stop.number == signal.SIGINT else 75
         return int(len(states["done"]) < len(self.runs))

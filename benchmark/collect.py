@@ -11,19 +11,21 @@ of one of them has changed.
 """
 
 import fcntl
-import glob
 import hashlib
 import json
 import math
 import os
 import re
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from benchmark.board import run_directories
+from benchmark.ledger import alive
 
 TABLES = ("evals.parquet", "metrics.parquet")
 PART_ROWS = 2_000_000  # points in a part: what collect keeps in memory
@@ -42,26 +44,32 @@ FROM_METRICS = ("final_step", "wall_s", "sps_median", "keys_json", "damaged_line
 
 
 def number(value):
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) and abs(value) < 2**63 else None
 
 
 def whole(value):
-    return int(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return None if number(value) is None else int(value)
+
+
+def truth(value):
+    return None if value is None else bool(value)
 
 
 def text(value):
-    return " ".join(value) if isinstance(value, list) else None if value is None else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else None if value is None else str(value)
 
 
 EPISODE_VALUES = {"global_step": int, "split": text, "level": text, "return": number, "length": number,
-                  "solved": lambda value: None if value is None else bool(value)}  # fmt: skip
+                  "solved": truth}  # fmt: skip
 
 
 def read_json(path):
+    """The table in a file; an empty one if it is not there yet, or damaged."""
     try:
-        return json.loads(Path(path).read_bytes())
-    except (FileNotFoundError, ValueError):  # not there yet, or half written
+        found = json.loads(Path(path).read_bytes())
+    except (FileNotFoundError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_rows(path):
@@ -71,7 +79,8 @@ def read_rows(path):
         rows = json.loads(b"[" + b",".join(lines) + b"]")  # one call is much quicker than one a line
     except ValueError:
         rows = [parse(line) for line in lines]
-    rows = [row for row in rows if isinstance(row, dict) and isinstance(row.get("global_step"), int)]
+    rows = [row for row in rows if isinstance(row, dict) and isinstance(step := row.get("global_step"), int)
+            and 0 <= step < 2**63]  # fmt: skip
     return rows, len(lines) - len(rows)
 
 
@@ -121,16 +130,19 @@ def stamp(*paths):
 
 def describe(run, suite, folder, old):
     """The row of a planned run in runs.parquet; what comes from its metrics is that of the last collect, or missing."""
-    found = glob.glob(f"{glob.escape(str(folder))}/runs/{run.id}/*/{glob.escape(run.env_id)}/*/config.json")
-    path = os.path.dirname(max(found, key=os.path.getmtime)) if found else ""
+    found = run_directories(folder, run.id)
+    path = str(found[0]) if found else ""
     claim, config, result = (
         read_json(file) for file in (folder / "ledger" / f"{run.id}.json", f"{path}/config.json", f"{path}/result.json")
     )
-    args, state, reason = config.get("args", {}), claim.get("state"), text(claim.get("reason"))
+    args, state, reason = config.get("args"), claim.get("state"), text(claim.get("reason"))
+    args = args if isinstance(args, dict) else {}
     if result:
         state, reason = "done", None
     elif state == "done":
         state, reason = "failed", "it ended without result.json"
+    elif state == "running" and not alive(claim):
+        state, reason = "interrupted", "its runner ended"
     apart = ("args", "argv", "script_sha256", "git_commit", "git_dirty", "host")
     row = {
         "run_id": run.id, "suite": suite.name, "algorithm": run.algorithm, "env_id": run.env_id, "seed": run.seed,
@@ -139,9 +151,10 @@ def describe(run, suite, folder, old):
         "last_line": text(claim.get("last_line")), "command": text(claim.get("command") or config.get("argv")),
         "attempts": whole(claim.get("attempts")), "final_step": whole(result.get("global_step")),
         "wall_s": number(result.get("wall_s")), "batch_size": whole(args.get("batch_size")),
-        "started": number(claim.get("started")), "host": config.get("host") or claim.get("host"),
-        "device": args.get("device"), "git_commit": config.get("git_commit"), "git_dirty": config.get("git_dirty"),
-        "script_sha256": config.get("script_sha256"), "args_json": json.dumps(args),
+        "started": number(claim.get("started")), "host": text(config.get("host") or claim.get("host")),
+        "device": text(args.get("device")), "git_commit": text(config.get("git_commit")),
+        "git_dirty": truth(config.get("git_dirty")), "script_sha256": text(config.get("script_sha256")),
+        "args_json": json.dumps(args),
         "versions_json": json.dumps({key: value for key, value in config.items() if key not in apart}),
         "note": f"{len(found)} run folders, the newest counts: {path}" if len(found) > 1 else None,
     }  # fmt: skip
@@ -199,8 +212,8 @@ def read_tensorboard(folder, suite):
             elapsed = max(point[1] for column in points.values() for point in column)
     args = dict(re.findall(r"^\|([^|\s]+)\|(.*)\|$", hyperparameters, re.M))
     name = re.fullmatch(r"(?P<env_id>.+)__(?P<exp_name>.+)__(?P<seed>\d+)__\d+", folder.name)
-    who = name.groupdict() if name else args
-    if not points or not {"env_id", "exp_name", "seed"} <= who.keys():
+    who = (name.groupdict() if name else {}) | args  # the name lacks the first part of ALE/Pong-v5: that is a folder
+    if not points or not {"env_id", "exp_name", "seed"} <= who.keys() or not who["seed"].isdecimal():
         lacks = "hyperparameters or a name such as CartPole-v1__ppo__1__1700000000" if points else "scalars"
         raise ValueError(f"{folder} is left out: it has no {lacks}")
     columns = {}
@@ -267,8 +280,12 @@ def write_part(folder, name, entries):
 @contextmanager
 def only_one(folder):
     tables = folder / "metrics.parquet"
-    tables.mkdir(parents=True, exist_ok=True)
-    with open(tables / ".lock", "w") as lock:
+    try:
+        tables.mkdir(parents=True, exist_ok=True)
+        file = open(tables / ".lock", "w")
+    except OSError as error:
+        raise SystemExit(f"error: {tables} cannot be written: {error}. The runs themselves are untouched") from None
+    with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -287,7 +304,11 @@ def collect(suite, results="benchmark/results", tensorboard=None):
     for each run of another program; these are imported for good. Returns what was left out and why, a line each."""
     folder, notes = Path(results) / suite.name, []
     with only_one(folder):
-        old = {row["run_id"]: row for row in read_runs(folder)}
+        try:
+            old = {row["run_id"]: row for row in read_runs(folder)}
+        except pa.ArrowInvalid:
+            old = {}
+            notes.append("runs.parquet was damaged and is made anew: what came by --from-tb has to be imported again")
         rows = {run.id: describe(run, suite, folder, old) for run in suite.runs}
         imported = {run_id: row for run_id, row in old.items() if row["source"] == "tensorboard"}
         if tensorboard:
@@ -297,7 +318,11 @@ def collect(suite, results="benchmark/results", tensorboard=None):
         for row in rows.values():
             if row["run_id"] in done or not row["path"]:
                 continue
-            entry = row, *read_run(row)
+            try:
+                entry = row, *read_run(row)
+            except (ValueError, TypeError, OverflowError) as error:
+                row |= {"state": "failed", "reason": f"its metrics cannot be read: {error}"}
+                continue
             if row["state"] != "done":
                 unfinished.append(entry)
                 continue
@@ -346,10 +371,10 @@ def unchanged_runs(folder, rows):
     names = {path.name for table in TABLES for path in (folder / table).glob("part-*.parquet")}
     for name in names:
         paths = [folder / table / name for table in TABLES]
-        if all(path.exists() for path in paths):
+        with suppress(FileNotFoundError, pa.ArrowInvalid):  # half of it, or half written
+            marks, _ = (json.loads(pq.read_schema(path).metadata[b"runs"]) for path in paths)
             if "import" in name:
                 continue
-            marks = json.loads(pq.read_schema(paths[0]).metadata[b"runs"])
             known = {run_id for run_id in marks if "keys_json" in rows.get(run_id, ())}
             current = {run_id: rows[run_id]["mark"] for run_id in known}
             if name != "part-open.parquet" and marks == current:

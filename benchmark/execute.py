@@ -45,12 +45,13 @@ class Stop:
 
     level, number = 0, None
 
-    def __call__(self, number=signal.SIGINT, frame=None):
+    def __call__(self, number=None, frame=None):
         self.level, self.number = self.level + 1, number
 
     def install(self):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, self)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self)
         return self
 
 
@@ -89,7 +90,8 @@ def last_line(path):
         log.seek(max(0, log.seek(0, os.SEEK_END) - 10_000))
         lines = log.read().decode(errors="replace").replace("\r", "\n").splitlines()
     said = [line.strip("\u2500\u2502\u256d\u256e\u2570\u256f ") for line in lines if not line.startswith("# attempt ")]
-    return next((line[:500] for line in reversed(said) if any(map(str.isalnum, line))), "")
+    line = next((line for line in reversed(said) if any(map(str.isalnum, line))), "")
+    return "".join(filter(str.isprintable, line))[:500]
 
 
 def verdict(code, why, done, last):
@@ -101,7 +103,7 @@ def verdict(code, why, done, last):
     if code in (75, 130):
         return "interrupted", f"stopped by somebody (exit {code})", True
     if code < 0:
-        name = signal.Signals(-code).name
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"  # a real-time one
         return "failed", f"killed by {name}" + " (out of memory?)" * (name == "SIGKILL"), True
     for words, want in WANTS.items():
         if words in last.lower():
@@ -114,11 +116,21 @@ def run_one(run, suite, folder, seen=0, slot=Slot(), stop=None):
 
     Errors: OSError if the ledger or the log cannot be written.
     """
-    stop, ledger, resources = stop or Stop(), Ledger(folder), suite.resources
-    log_path = folder / "logs" / f"{run.id}.log"
+    ledger = Ledger(folder)
     record = ledger.claim(run.id, seen, shlex.join(run.command(folder)))
     if record is None:
         return None
+    try:
+        return attempt(run, suite, folder, ledger, record, slot, stop or Stop())
+    except Exception as error:  # nobody may wait for a run that nobody has in hand
+        with suppress(OSError):
+            ledger.end(run.id, record | {"state": "failed", "reason": f"the runner: {error!r}", "retry": True})
+        raise
+
+
+def attempt(run, suite, folder, ledger, record, slot, stop):
+    """`run_one`, once the run is ours."""
+    resources, log_path = suite.resources, folder / "logs" / f"{run.id}.log"
     outlive(record, resources.grace_s)
     code, why, peak = 0, None, 0
     if not finished(folder, run):
@@ -135,7 +147,11 @@ def run_one(run, suite, folder, seen=0, slot=Slot(), stop=None):
             record |= {"pid": child.pid, "pid_started": started(child.pid)}
             ledger.write(run.id, record)
             child.stdin.write(b"go")
-        code, why, peak = watch(child, record, ledger, run, resources, stop)
+        try:
+            code, why, peak = watch(child, record, ledger, run, resources, stop)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # what it left behind
         if why == "lost":
             return None
     said = last_line(log_path)
@@ -188,11 +204,7 @@ def watch(child, record, ledger, run, resources, stop):
             child.send_signal(number)
         sent = max(sent, min(level, 3))
         with suppress(subprocess.TimeoutExpired):
-            code = child.wait(POLL_S)
-            break
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # what it left behind
-    return code, why, peak
+            return child.wait(POLL_S), why, peak
 
 
 # ---- Many runs -------------------------------------------------------------------------------------------------------
@@ -229,11 +241,12 @@ def local(suite, folder, workers, stop, bind=True):
     return lambda run, seen: pool.submit(task, run, seen), workers
 
 
-def drive(suite, folder, runs, submit, capacity, stop, retry_failed=False, share=True, on_stop=lambda: None):
+def drive(suite, folder, runs, submit, capacity, stop, retry_failed=False, share=True, fail_fast=False,
+          on_stop=lambda: None):  # fmt: skip
     """Brings `runs` to their end: done, or failed where another attempt cannot help. Returns the program's exit code.
 
     `submit(run, seen) -> future of run_one`. With `share` it also waits for the runs that other processes have in hand,
-    and goes on with those that they lose.
+    and goes on with those that they lose. With `fail_fast` it stops when the first of its runs has failed.
     """
     ledger, board = Ledger(folder), Board(suite, folder, runs)
     records = ledger.records()
@@ -242,7 +255,7 @@ def drive(suite, folder, runs, submit, capacity, stop, retry_failed=False, share
     for run in runs:
         record = records.get(run.id)
         state = outlook(record, retry_failed)
-        if state == "open" or (state == "closed" and record["state"] == "done" and not finished(folder, run)):
+        if state == "open" or (state == "closed" and (record["state"] == "done") != finished(folder, run)):
             todo.append(run)
         elif state == "held":
             elsewhere.add(run)
@@ -266,9 +279,13 @@ def drive(suite, folder, runs, submit, capacity, stop, retry_failed=False, share
                 board.broken[run.id] = what
             elif error:
                 elsewhere.add(run)  # a node was lost: the ledger knows whether the run was, too
+                continue
             elif record["retry"] and tries[run] <= suite.resources.retries:
                 seen[run] = record["attempts"]
                 todo.append(run)
+                continue
+            if fail_fast and not stop.level and record["state"] in ("failed", "broken"):
+                stop()
         if elsewhere and (begun := time.monotonic()) > look:
             records = ledger.records()
             look = time.monotonic() + max(1, 20 * (time.monotonic() - begun))

@@ -1,5 +1,6 @@
 """The figures of a report, each as PNG and SVG: colour-blind palette (Okabe and Ito), one colour per algorithm."""
 
+from collections import Counter
 from pathlib import Path
 
 import matplotlib
@@ -9,6 +10,7 @@ from matplotlib.figure import Figure
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":", "-.")
+MOST = 12  # algorithms in a figure: more could not be told apart
 WIDTH = 7.2  # inches: two columns of a paper
 SETTINGS = {"font.size": 8, "svg.hashsalt": "report", "axes.grid": True, "grid.alpha": 0.3}
 
@@ -18,18 +20,30 @@ def draw(folder, summary, curves):
     steps, the curves of its runs (runs, steps), their mean and its bounds."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = []
+    if len(summary["algorithms"]) > MOST:
+        summary, curves = leading(summary, curves)
     with matplotlib.rc_context(SETTINGS):
-        for name, plot in PLOTS.items():
-            figure = plot(summary, curves)
+        drawn = {name: figure for name, plot in PLOTS.items() if (figure := plot(summary, curves)) is not None}
+        for name, figure in drawn.items():
             for kind, date in ("png", {}), ("svg", {"Date": None}):  # the same numbers give the same files
-                file = folder / f"{name}.{kind}"
-                if figure is None:
-                    file.unlink(missing_ok=True)
-                else:
-                    figure.savefig(file, dpi=150, metadata=date)
-            drawn += [name] if figure is not None else []
-    return drawn
+                figure.savefig(folder / f"{name}.{kind}", dpi=150, metadata=date)
+    return list(drawn)
+
+
+def leading(summary, curves):
+    """The same without all but the algorithms with the best places in the environments (a Borda count)."""
+    marks = Counter()
+    for of in summary["environments"].values():
+        for place, name in enumerate(sorted(of, key=lambda name: of[name]["value"])):
+            marks[name] += place + 1
+    best = {name for name, _ in marks.most_common(MOST)}
+    only = {key: {name: of for name, of in summary[key].items() if name in best} for key in ("aggregate", "efficiency")}
+    only["algorithms"] = [name for name in summary["algorithms"] if name in best]
+    only["improvement"] = [pair for pair in summary["improvement"] if pair["x"] in best]
+    shares = {name: line for name, line in summary["profile"]["shares"].items() if name in best}
+    only["profile"] = summary["profile"] | {"shares": shares}
+    curves = {env: {name: of[name] for name in of if name in best} for env, of in curves.items()}
+    return summary | only, curves
 
 
 def styles(summary):
@@ -46,7 +60,8 @@ def panels(rows, columns, height, **shared):
 def legend(figure, axes):
     """One for all panels, above them."""
     handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels())}
-    columns = min(4, len(handles))
+    columns = max(1, min(4, len(handles), int(WIDTH / (0.5 + 0.07 * max(map(len, handles))))))
+    figure.set_figheight(figure.get_figheight() + 0.16 * ((len(handles) - 1) // columns))
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=columns, frameon=False)
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 from collections import Counter, defaultdict
 from itertools import combinations
 from pathlib import Path
@@ -233,9 +234,10 @@ def origin(study):
 
 def read_baseline(path):
     try:
-        baseline = json.loads(Path(path).read_text())
-        return {key: baseline[key] for key in ("metric", "budget", "environments")}
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads(Path(path).read_text())
+        means = {env: {name: float(x["value"]) for name, x in of.items()} for env, of in found["environments"].items()}
+        return {"metric": found["metric"], "budget": found["budget"], "environments": means}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise SystemExit(f"error: --against {path}: this is no summary.json of a report") from None
 
 
@@ -252,11 +254,11 @@ def regressions(summary, baseline):
             if new is None:
                 what = "missing"
             elif new["interval"] is None:
-                what = "lower, but n=1 has no interval" if new["value"] < old["value"] else None
+                what = "lower, but n=1 has no interval" if new["value"] < old else None
             else:
-                what = "worse" if new["interval"][1] < old["value"] else None
+                what = "worse" if new["interval"][1] < old else None
             if what:
-                row = {"algorithm": name, "env_id": env, "what": what, "old": old["value"]}
+                row = {"algorithm": name, "env_id": env, "what": what, "old": old}
                 found.append(row | {"new": new and new["value"]})
     return found
 
@@ -345,8 +347,13 @@ def contents(study, summary, drawn):
         cells = {name: shown(of.get(name)) for name in summary["algorithms"]}
         cells |= {name: f"**{cells[name]}**" for name in [winner(of)] if name}
         rows.append([env, *cells.values()])
-    yield "table", (["environment", *summary["algorithms"]], rows)
+    table = [["environment", *summary["algorithms"]], *rows]
+    many = len(summary["algorithms"]) > figures.MOST
+    header, *rows = zip(*table) if many else table
+    yield "table", (header, rows)
     yield "text", "Mean over seeds and its interval; bold where that lies above those of all others."
+    if many:
+        yield "text", f"Figures show the {figures.MOST} algorithms with the best places in these environments."
     yield "figure", "curves"
     if summary["reference"]:
         yield "heading", "Against the paper"
@@ -423,15 +430,19 @@ def report(suite, results="benchmark/results", against=None, metric=None, reps=R
     summary = summarize(study, reps)
     if baseline is not None:
         summary["regressions"] = regressions(summary, baseline)
-    drawn = figures.draw(folder / "figures", summary, environment_curves(study))
-    content = list(contents(study, summary, drawn))
-    texts = {
-        "summary.json": json.dumps(summary, indent=1, allow_nan=False),
-        "report.md": pages.markdown(content),
-        "report.html": pages.page(content, folder / "figures"),
-    }
-    for name, text in texts.items():
-        temporary = folder / f".{name}.tmp"
-        temporary.write_text(text)
-        os.replace(temporary, folder / name)
+    new = folder / ".report"  # takes the place of what is there when it is complete
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        drawn = figures.draw(new / "figures", summary, environment_curves(study))
+        content = list(contents(study, summary, drawn))
+        (new / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False))
+        (new / "report.md").write_text(pages.markdown(content))
+        (new / "report.html").write_text(pages.page(content, new / "figures"))
+        shutil.rmtree(folder / "figures", ignore_errors=True)
+        for path in new.iterdir():
+            os.replace(path, folder / path.name)
+    except OSError as error:
+        raise SystemExit(f"error: the report cannot be written: {error}. {folder} is as it was") from None
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
     return summary

@@ -9,10 +9,14 @@ Everything is below --results: ledger, logs, runs, tables, report. Any number of
 that folder, may work on one suite at the same time. Exit code: 0 all done, 1 something failed, 130 after Ctrl-C.
 """
 
+import hashlib
 import importlib
+import json
+import os
 import shlex
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,26 +27,36 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import tyro  # noqa: E402  after the path, from which the rest of this package is found
 
 from benchmark import backends, execute, suite  # noqa: E402
-from benchmark.board import Board  # noqa: E402
-from benchmark.ledger import Ledger  # noqa: E402
+from benchmark.board import Board, run_directory  # noqa: E402
+from benchmark.ledger import HOST, Ledger, outlook  # noqa: E402
 
 
 @dataclass
 class Common:
-    suite: tyro.conf.Positional[str]  # name of a suite, or path of a TOML file
+    suite: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SUITE")]  # its name, or path of a TOML file
     results: Path = Path("benchmark/results")  # folder with a folder for each suite
-    only: tuple[str, ...] = ()  # patterns of runs, as in 'plr/*/seed1'; others are left alone
 
     def __post_init__(self):
         self.plan = suite.load(self.suite)
         self.folder = self.results / self.plan.name
-        self.runs = [r for r in self.plan.runs if not self.only or any(fnmatch(str(r), p) for p in self.only)]
-        if not self.runs:
-            raise SystemExit(f"error: --only {' '.join(self.only)} fits no run, as for example {self.plan.runs[0]}")
 
 
 @dataclass
-class Plan(Common):
+class Chosen(Common):
+    only: tuple[str, ...] = ()  # runs by id, name or pattern, as in 'plr/*/seed1'; others are left alone
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.runs = [run for run in self.plan.runs if not self.only or self.fits(run)]
+        if not self.runs:
+            raise SystemExit(f"error: --only {' '.join(self.only)} fits no run, as for example {self.plan.runs[0]}")
+
+    def fits(self, run):
+        return any(word in (run.id, str(run)) or fnmatch(str(run), word) for word in self.only)
+
+
+@dataclass
+class Plan(Chosen):
     """Prints every run and its command. Exit code 1 if an argument is wrong."""
 
     def main(self):
@@ -56,7 +70,7 @@ class Plan(Common):
 
 
 @dataclass
-class Execute(Common):
+class Execute(Chosen):
     retry_failed: bool = False  # also runs that failed by an error of their own
 
 
@@ -70,11 +84,18 @@ class Run(Execute):
     dry_run: bool = False  # with slurm: print the script and submit nothing
     slurm: tuple[str, ...] = ()  # further #SBATCH options, as in partition=gpu time=10:00:00
     ray_address: str | None = None  # of the cluster; default: the one around here, or a new one on this machine
+    fail_fast: bool = False  # stop when a run has failed; the others leave checkpoints
+    rerun_stale: bool = False  # first move what other versions of the scripts left to stale/: those runs begin anew
 
     def __post_init__(self):
         super().__post_init__()
         if self.workers is not None and self.workers < 1:
             raise SystemExit(f"error: --workers {self.workers}: at least 1 is needed")
+        serves = {"dry_run": ("slurm",), "slurm": ("slurm",), "ray_address": ("ray",), "fail_fast": ("local", "ray")}
+        for flag, kinds in serves.items():
+            if getattr(self, flag) and self.backend not in kinds:
+                flag = suite.dashed(flag)
+                raise SystemExit(f"error: --{flag} is for --backend {' or '.join(kinds)}, and this is {self.backend}")
 
     def main(self):
         if self.backend == "slurm":
@@ -87,6 +108,8 @@ class Run(Execute):
         for note in self.plan.notes:
             print(note)
         prepare(self.plan, self.folder)
+        if self.rerun_stale:
+            set_aside(self.folder, self.runs)
         if self.backend == "slurm":
             return backends.submit_slurm(script, self.folder)
         stop, on_stop = execute.Stop(), []
@@ -96,7 +119,7 @@ class Run(Execute):
             submit, workers, *on_stop = backends.ray_backend(self.plan, self.folder, self.workers, self.ray_address)
         stop.install()  # after Ray, which has handlers of its own
         return execute.drive(
-            self.plan, self.folder, self.runs, submit, workers, stop, self.retry_failed, True, *on_stop
+            self.plan, self.folder, self.runs, submit, workers, stop, self.retry_failed, True, self.fail_fast, *on_stop
         )
 
 
@@ -108,6 +131,8 @@ class Worker(Execute):
     tasks: int = 1
 
     def main(self):
+        if not 0 <= self.task < self.tasks:
+            raise SystemExit(f"error: --task {self.task} --tasks {self.tasks}: tasks are numbered from 0 to tasks - 1")
         stop, runs = execute.Stop().install(), self.runs[self.task :: self.tasks]
         prepare(self.plan, self.folder)
         submit, _ = execute.local(self.plan, self.folder, 1, stop, bind=False)  # SLURM has bound it
@@ -115,7 +140,7 @@ class Worker(Execute):
 
 
 @dataclass
-class Status(Common):
+class Status(Chosen):
     """Says what is done, under way, failed and to be done."""
 
     def main(self):
@@ -179,8 +204,9 @@ def prepare(plan, folder):
         folder.mkdir(parents=True, exist_ok=True)
         text, path = plan.path.read_text(), folder / "suite.toml"
         if not path.exists() or path.read_text() != text:
-            path.with_name(".suite.toml").write_text(text)
-            path.with_name(".suite.toml").replace(path)
+            temporary = path.with_name(f".suite.toml.{HOST}.{os.getpid()}")
+            temporary.write_text(text)
+            temporary.replace(path)
         strangers = Ledger(folder).records().keys() - {run.id for run in plan.runs}
     except OSError as error:
         raise SystemExit(f"error: cannot write to --results {folder.parent}: {error}") from None
@@ -188,6 +214,27 @@ def prepare(plan, folder):
         print(f"note: {len(strangers)} runs in {folder} are not part of the suite as it is now: they stay, unused")
 
 
+def set_aside(folder, runs):
+    """Moves what runs by another version of their script left, and opens these runs. Nothing that is in hand."""
+    now = {s: hashlib.sha256((suite.ROOT / s).read_bytes()).hexdigest() for s in {run.script for run in runs}}
+    ledger, moved = Ledger(folder), 0
+    records = ledger.records()
+    for run in runs:
+        record, where = records.get(run.id), run_directory(folder, run.id)
+        if where is not None and record is not None and outlook(record) != "held":
+            made = json.loads((where / "config.json").read_text()).get("script_sha256")
+            if made not in (None, now[run.script]):
+                (folder / "stale").mkdir(exist_ok=True)
+                (folder / "runs" / run.id).rename(folder / "stale" / f"{run.id}-{made[:8]}-{time.time():.0f}")
+                ledger.write(run.id, record | {"state": "interrupted", "reason": "its script has changed"})
+                moved += 1
+    print(f"note: {moved} runs by another version of their script begin anew; {folder / 'stale'} has what they left")
+
+
 if __name__ == "__main__":
     Command = Plan | Run | Status | Worker | Collect | Report
-    sys.exit(tyro.cli(Annotated[Command, tyro.conf.OmitSubcommandPrefixes], description=__doc__).main())
+    sys.stdout.reconfigure(errors="replace")  # what a script said may not be of the terminal's alphabet
+    try:
+        sys.exit(tyro.cli(Annotated[Command, tyro.conf.OmitSubcommandPrefixes], description=__doc__).main())
+    except KeyboardInterrupt:  # before a runner takes it for its runs
+        sys.exit(130)

@@ -27,6 +27,7 @@ trials or on the other arguments, so that both arms of a flip and all seeds of a
 import contextlib
 import difflib
 import hashlib
+import importlib.machinery
 import importlib.util
 import io
 import itertools
@@ -56,6 +57,7 @@ RESERVED = {
     "resume": "nothing: runs always go on from their checkpoint",
     "eval-only": "nothing: a suite trains",
 }  # argument -> what sets it
+MOST = 100_000  # variants of a sweep: more are a mistake, which would take minutes to see
 
 
 @dataclass(frozen=True)
@@ -132,35 +134,42 @@ class Suite:
         self.notes = []
         self.resources = build(Resources, self.resources, "[resources]")
         self.algorithms = [build(Algorithm, a, f"[[algorithms]] number {i + 1}") for i, a in enumerate(self.algorithms)]
-        require(re.fullmatch(r"[\w.-]+", self.name), f"name {self.name!r}: letters, digits, '_', '-' and '.' only")
-        for what, values, kind in (
-            ("seeds", self.seeds, int),
-            ("environments", self.environments, str),
-            ("names of [[algorithms]]", [a.name for a in self.algorithms], str),
-        ):
+        right = re.fullmatch(r"[\w-][\w.-]*", self.name)
+        require(right, f"name {self.name!r}: letters, digits, '_', '-' and, not as the first, '.' only")
+        own = {f"environments of {a.name}": a.environments for a in self.algorithms if a.environments is not None}
+        names = {"environments": self.environments, "names of [[algorithms]]": [a.name for a in self.algorithms]} | own
+        for what, values in names.items():
+            right = all(isinstance(v, str) and v.strip() and v.isprintable() for v in values)
+            require(right, f"{what} {values}: each must be a text of one line")
+        right = all(type(seed) is int and seed >= 0 for seed in self.seeds)
+        require(right, f"seeds {self.seeds}: each must be a whole number, from 0 on")
+        for what, values in (names | {"seeds": self.seeds}).items():
             require(values, f"{what}: at least one is needed")
-            require(all(type(v) is kind for v in values), f"{what} {values}: each must be of type {kind.__name__}")
             require(len(set(values)) == len(values), f"{what} {values}: each may stand there once")
-        require(min(self.seeds) >= 0, f"seeds {self.seeds}: they start at 0")
-        known = set(self.environments).union(*(a.environments or () for a in self.algorithms))
-        require(all(isinstance(env_id, str) for env_id in known), f"environments {known}: each must be of type str")
+        for budget in (self.budget, *(a.budget for a in self.algorithms)):
+            require(budget is None or budget > 0, f"budget = {budget}: at least 1 step is needed")
+        known = set(self.environments).union(*own.values())
         limits = vars(self.resources)
-        least = limits["threads"] - 1, *limits.values()
-        require(min(least) >= 0, f"[resources] {limits}: at least 1 thread, and nothing below 0")
-        for where, table in (("normalization", self.normalization), ("env_args", self.env_args),
-                             *((f"env_args of {a.name}", a.env_args) for a in self.algorithms)):  # fmt: skip
-            for env_id in table:
+        right = limits["threads"] > 0 and all(limit >= 0 for limit in limits.values())
+        require(right, f"[resources] {limits}: at least 1 thread, and nothing below 0")
+        for where, table in {
+            "normalization": self.normalization, "env_args": self.env_args,
+            **{f"env_args of {a.name}": a.env_args for a in self.algorithms},
+            **{f"reference.{name}": table for name, table in self.reference.items()},
+        }.items():  # fmt: skip
+            for env_id in mapping(table, f"[{where}]"):
                 require(env_id in known, f"[{where}] {env_id} is none of the environments{nearest(env_id, known)}")
         for env_id, limits in self.normalization.items():
-            right = isinstance(limits, list) and len(limits) == 2 and all(type(x) in (int, float) for x in limits)
-            require(
-                right and limits[0] < limits[1], f"[normalization] {env_id} = {limits}: [minimum, maximum] is needed"
-            )
+            right = pair(limits) and limits[0] < limits[1]
+            require(right, f"[normalization] {env_id} = {limits}: [minimum, maximum] is needed")
+        for name, env_id, paper in ((n, e, x) for n, table in self.reference.items() for e, x in table.items()):
+            right = pair(paper) or pair([paper, 0])
+            require(right, f"[reference.{name}] {env_id} = {paper}: a number or [mean, deviation] is needed")
         self.normalization = {env_id: tuple(limits) for env_id, limits in self.normalization.items()}
 
     @cached_property
     def runs(self):
-        runs = []
+        runs, labels = [], set()
         for algorithm in self.algorithms:
             seen = {}
             base = dash(self.args | algorithm.args)
@@ -178,6 +187,8 @@ class Suite:
                     self.notes.append(f"note: {label} is the same as {seen[same]}: left out")
                     continue
                 seen[same] = label
+                require(label not in labels, f"{label}: two variants or algorithms have this name")
+                labels.add(label)
                 runs += [self.run(algorithm, label, env_id, seed, words[env_id], params, budget)
                          for env_id in words for seed in self.seeds]  # fmt: skip
         return sorted(runs, key=lambda run: self.seeds.index(run.seed))
@@ -215,11 +226,20 @@ def nearest(name, known):
     return f": did you mean {found[0]}?" if found else f" ({', '.join(sorted(known))})"
 
 
+def mapping(value, where):
+    require(isinstance(value, dict), f"{where}: a table is needed, not {value!r}")
+    return value
+
+
+def pair(values):
+    """Whether they are a list of two finite numbers."""
+    return isinstance(values, list) and [type(x) in (int, float) and abs(x) < math.inf for x in values] == [True] * 2
+
+
 def build(cls, table, where):
     """cls(**table), after a check of its keys and types."""
-    require(isinstance(table, dict), f"{where}: a table is needed, not {table!r}")
     known = {f.name: f for f in fields(cls)}
-    for key, value in table.items():
+    for key, value in mapping(table, where).items():
         require(key in known, f"{where} has no key {key}{nearest(key, known)}")
         right = isinstance(value, known[key].type) and not isinstance(value, bool)
         kind = getattr(known[key].type, "__name__", known[key].type)
@@ -238,8 +258,9 @@ def dashed(flag):
 
 
 def dash(arguments):
-    require(isinstance(arguments, dict), f"arguments {arguments!r}: a table is needed")
-    return {dashed(flag): value for flag, value in arguments.items()}
+    found = {dashed(flag): value for flag, value in mapping(arguments, "arguments").items()}
+    require(len(found) == len(arguments), f"arguments {', '.join(arguments)}: one of them is there with _ and with -")
+    return found
 
 
 def text(value):
@@ -271,7 +292,8 @@ def draw(space, seed, trial, fixed=()):
     params = {}
     for flag, spec in dash(space).items():
         spec = spec if isinstance(spec, dict) else {}
-        (kind, *more), when = [key for key in spec if key != "when"] or [None], spec.get("when", {})
+        kind, *more = [key for key in spec if key != "when"] or [None]
+        when = mapping(spec.get("when", {}), f"random.{flag}.when")
         require(kind in DISTRIBUTIONS and not more, f"random.{flag}: one of {', '.join(DISTRIBUTIONS)} is needed")
         bounds = spec[kind]
         if kind == "choice":
@@ -279,8 +301,9 @@ def draw(space, seed, trial, fixed=()):
             wrong = when.keys() - set(map(text, bounds))
             require(not wrong, f"random.{flag}: when.{'/'.join(wrong)} is none of its choices")
         else:
-            right = isinstance(bounds, list) and len(bounds) == 2 and all(type(b) in (int, float) for b in bounds)
-            require(right and bounds[0] <= bounds[1], f"random.{flag}: {kind} needs [low, high], not {bounds}")
+            right = pair(bounds) and bounds[0] <= bounds[1] and ("int" not in kind or set(map(type, bounds)) == {int})
+            numbers = "whole [low, high]" if "int" in kind else "[low, high]"
+            require(right, f"random.{flag}: {kind} needs {numbers}, not {bounds}")
             require("log" not in kind or bounds[0] > 0, f"random.{flag}: {kind} needs bounds above 0, not {bounds}")
             require(not when, f"random.{flag}: only a choice has sub-choices (when)")
         value = DISTRIBUTIONS[kind](np.random.default_rng([seed, trial, zlib.crc32(flag.encode())]), *bounds)
@@ -293,10 +316,13 @@ def variants(sweep, base):
     """(suffix of the label, {argument: value}) of every variant, in order; ("", {}) without a sweep."""
     grid, flips = dash(sweep.grid), dash(sweep.flips)
     require(bool(sweep.random) == bool(sweep.trials), "sweep: random needs trials, and trials need random")
+    require(sweep.trials >= 0, f"sweep: trials = {sweep.trials}: nothing below 0")
     for flag, values in (grid | flips).items():
         require(isinstance(values, list) and values, f"sweep: {flag} needs a list of values")
     twice = (grid.keys() & flips.keys()) | (grid.keys() & dash(sweep.random).keys())
     require(not twice, f"sweep: {', '.join(sorted(twice))} in grid and in another part")
+    count = math.prod(map(len, grid.values())) * (sweep.trials or 1)
+    require(count <= MOST, f"sweep: {count:,} variants, more than {MOST:,}")
     for trial in range(sweep.trials or 1):
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values))
@@ -321,12 +347,11 @@ def check(runs):
         scripts[run.script].append(run)
     for script, its_runs in scripts.items():
         try:
-            args_class = load_args(ROOT / script)
-        except Exception as error:  # an import can raise anything
+            parse = make_parser(load_args(ROOT / script))
+        except (Exception, SystemExit) as error:  # an import can raise anything
             what = "no such script" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
             faults[f"{script}: {what}"] += its_runs
             continue
-        parse = make_parser(args_class)
         for run in its_runs:
             words = run.args[:2] + run.args[4:]  # without the seed
             key = script, words
@@ -339,9 +364,13 @@ def check(runs):
 def load_args(path):
     """The class Args of a script."""
     name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # not to hide a module of that name
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader = importlib.machinery.SourceFileLoader(name, str(path))  # whatever its suffix is
+    module = sys.modules[name] = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    sys.path.insert(0, str(path.parent))  # as for a script: its neighbours can be imported
+    try:
+        loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module.Args
 
 

@@ -56,6 +56,7 @@ def main(args):
         sys.exit(print("finished before"))
     given = {"threads": os.environ.get("OMP_NUM_THREADS"), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
     given["cpus"] = sorted(os.sched_getaffinity(0))
+    given["script_sha256"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     write(folder / "config.json", {"args": shown | {"seed": args.seed}} | given)
     with open(folder / "starts", "a") as starts:
         starts.write("start\n")

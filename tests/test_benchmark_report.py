@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pyarrow", reason="scripts/run --extra benchmark brings it")
+import matplotlib  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from benchmark import estimates, figures  # noqa: E402
@@ -40,7 +41,8 @@ def make_suite(algorithms=("a",), envs=("E1",), seeds=(1, 2, 3), **more):
 
 def write_run(results, run, values, steps=None, result=True, key=METRIC, **extra):
     """A run folder with `values` of the metric, by default at equal distances up to the budget."""
-    folder = results / "s" / "runs" / run.id / "ppo" / run.env_id / f"seed{run.seed}-abc"
+    env_id = re.sub(r"[^\w.-]+", "-", run.env_id)  # as the scripts do
+    folder = results / "s" / "runs" / run.id / "ppo" / env_id / f"seed{run.seed}-abc"
     folder.mkdir(parents=True)
     steps = np.linspace(0, BUDGET, len(values) + 1)[1:].astype(int).tolist() if steps is None else steps
     rows = [{"global_step": s, "wall_s": s / 10, key: v, "charts/SPS": 10.0} | extra for s, v in zip(steps, values)]
@@ -155,6 +157,21 @@ def test_damaged_lines_are_counted_and_the_rest_is_read(tmp_path):
     assert report(suite, tmp_path)["environments"]["E1"]["a"]["scores"] == {1: 2.0}
 
 
+def test_one_damaged_run_costs_no_other(tmp_path):
+    suite = make_suite(envs=("ALE/Pong-v5",), seeds=range(6))
+    folders = [write_run(tmp_path, run, [1.0] * 10) for run in suite.runs]
+    (folders[1] / "metrics.jsonl").write_text('{"global_step": 1, "wall_s": {"x": 1}, "eval/return_mean": 2}\n')
+    (folders[2] / "config.json").write_text("[]")
+    (folders[3] / "config.json").write_text('{"args": null, "host": 3, "git_commit": [1], "git_dirty": "x"}')
+    (folders[4] / "result.json").write_text('{"global_step": 1e30, "wall_s": "x"}')
+    with open(folders[5] / "metrics.jsonl", "a") as file:
+        file.write(f'{{"global_step": {2**70}, "eval/return_mean": 9}}\n')
+    assert collect(suite, tmp_path) == ["a/ALE/Pong-v5/seed5: 1 damaged lines left out"]
+    summary = report(suite, tmp_path, reps=10)
+    assert list(summary["environments"]["ALE/Pong-v5"]["a"]["scores"]) == [0, 2, 3, 4, 5], summary["missing"]
+    assert "its metrics cannot be read" in summary["missing"][0]["why"]
+
+
 def test_collect_reads_only_what_is_new(tmp_path):
     suite = make_suite(seeds=(1, 2, 3, 4))
     folder = write_run(tmp_path, suite.runs[0], [1.0])
@@ -180,7 +197,9 @@ def test_collect_reads_only_what_is_new(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["runs.parquet", "metrics.parquet", "evals.parquet"])
-def test_collect_killed_half_way_ends_with_the_same_tables(tmp_path, lost):
+@pytest.mark.parametrize("left", [None, 0, 100])
+def test_collect_killed_half_way_ends_with_the_same_tables(tmp_path, lost, left):
+    """`left`: bytes of a file, for want of power; None: nothing at all."""
     suite = make_suite(seeds=(1, 2))
     write_all(tmp_path, suite, lambda *who: 5.0)
     for path in (tmp_path / "s" / "runs").glob("*/*/*/*"):
@@ -189,8 +208,12 @@ def test_collect_killed_half_way_ends_with_the_same_tables(tmp_path, lost):
     names = "runs.parquet", "metrics.parquet", "evals.parquet"
     before = [pq.read_table(tmp_path / "s" / name).to_pylist() for name in names]
     path = tmp_path / "s" / lost
-    path.unlink() if path.is_file() else shutil.rmtree(path)
-    collect(suite, tmp_path)
+    if left is None:
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    else:
+        os.truncate(path if path.is_file() else next(path.glob("part-*")), left)
+    notes = collect(suite, tmp_path)
+    assert (left is not None and lost == "runs.parquet") == any("damaged and is made anew" in note for note in notes)
     assert [pq.read_table(tmp_path / "s" / name).to_pylist() for name in names] == before
 
 
@@ -215,16 +238,37 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path):
     suite = make_suite(seeds=(1,))
     write_all(tmp_path, suite, lambda *who: 5.0)
     limited = f"""
-import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-import test_benchmark_report as t
-t.collect(t.make_suite(seeds=(1,)), {str(tmp_path)!r})
+import resource, test_benchmark_report as t
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+vars(t)[sys.argv[2]](t.make_suite(seeds=(1,)), {str(tmp_path)!r})
 """
-    out = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, timeout=60)
-    assert out.returncode == 1 and re.fullmatch(r"error: .* cannot be written: .*File too large.*\n", out.stderr)
+
+    def fails(size, what):
+        command = [sys.executable, "-c", limited, str(size), what]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert out.returncode == 1 and re.fullmatch(r"error: .* cannot be written: .*File too large.*\n", out.stderr), (
+            out
+        )
+
+    fails(1000, "collect")
     assert not list((tmp_path / "s").rglob("*.tmp"))
     assert made(tmp_path, suite)[0]["environments"]["E1"]["a"]["value"] == 5
+    files = [
+        *(tmp_path / "s" / "figures").iterdir(),
+        *(tmp_path / "s").glob("report.*"),
+        tmp_path / "s" / "summary.json",
+    ]
+    before = {path: path.read_bytes() for path in files}
+    shutil.rmtree(tmp_path / "s" / "runs")
+    write_all(tmp_path, suite, lambda *who: 7.0)
+    collect(suite, tmp_path)
+    fails(30_000, "report")
+    assert {path: path.read_bytes() for path in before} == before and len(before) == 3 + 8
+    assert not list((tmp_path / "s").glob(".report*"))
+    with pytest.raises(SystemExit, match="error: .*report.md/s/metrics.parquet cannot be written: .* untouched"):
+        collect(suite, tmp_path / "s" / "report.md")
 
 
 def test_a_step_logged_twice_by_a_resumed_run_counts_once(tmp_path):  # DLR-RM/rl-baselines3-zoo#364
@@ -260,19 +304,22 @@ def test_cleanrl_runs_are_imported_and_compared(tmp_path):  # entity-neural-netw
     eight = [(RETURN, i, step) for step in range(100, 1000, 100) for i in range(8)]  # environments that end together
     write_tensorboard(tmp_path / "tb" / "E1__ppo__1__17", [*eight, ("charts/SPS", 50, 950)], args)
     write_tensorboard(tmp_path / "tb" / "E1__ppo__2__18", [(RETURN, 4.0, step) for step in range(100, 1001, 100)])
+    write_tensorboard(
+        tmp_path / "tb" / "ALE" / "X__ppo__3__19", [(RETURN, 4.0, 1000)], args | {"env_id": "E1", "seed": 3}
+    )
     write_tensorboard(tmp_path / "tb" / "unknown", [(RETURN, 1.0, 1)])
     write_tensorboard(tmp_path / "tb" / "E1__short__1__17", [(RETURN, 1.0, step) for step in range(50, 951, 50)])
     write_tensorboard(tmp_path / "tb" / "E9__ppo__1__19", [(RETURN, 1.0, 1000)])
     (note,) = collect(suite, tmp_path, tensorboard=tmp_path / "tb")
     assert "unknown is left out: it has no hyperparameters or a name such as" in note
     summary, text = made(tmp_path, suite)  # a collect without the folder keeps what was imported
-    assert summary["environments"]["E1"]["ppo (imported)"]["scores"] == {1: 3.5, 2: 4.0}
-    assert summary["algorithms"] == ["a", "ppo (imported)", "short (imported)"] and summary["counted"] == 4
+    assert summary["environments"]["E1"]["ppo (imported)"]["scores"] == {1: 3.5, 2: 4.0, 3: 4.0}
+    assert summary["algorithms"] == ["a", "ppo (imported)", "short (imported)"] and summary["counted"] == 5
     assert [m["why"] for m in summary["missing"]] == ["short: 950 of 1,000 steps"]  # not within an update of the budget
     assert "E9" in summary["notes"][0] and "ppo (imported)/E9/seed1 is left out" in text
-    row = next(r for r in read_runs(tmp_path / "s") if r["batch_size"] == 128)
+    row = next(r for r in read_runs(tmp_path / "s") if r["batch_size"] == 128 and r["seed"] == 1)
     assert json.loads(row["args_json"])["gamma"] == "0.99" and row["final_step"] == 950 and row["sps_median"] == 50
-    assert len(read_runs(tmp_path / "s")) == 2 + 4
+    assert len(read_runs(tmp_path / "s")) == 2 + 5
 
 
 def test_event_files_of_a_resumed_run_are_one_run(tmp_path):
@@ -419,7 +466,7 @@ def test_a_killed_seed_is_listed_and_is_no_data(tmp_path):  # microsoft/oac-expl
 
 
 def test_short_empty_and_early_ending_runs_are_missing(tmp_path):  # hill-a/stable-baselines PR 293
-    suite = make_suite(seeds=range(7))
+    suite = make_suite(seeds=range(8))
     runs = suite.runs
     write_run(tmp_path, runs[0], [1.0, 2.0, 3.0])  # as few points as the score needs
     write_run(tmp_path, runs[1], [50.0] * 9, steps=list(range(100, 1000, 100)))
@@ -428,7 +475,8 @@ def test_short_empty_and_early_ending_runs_are_missing(tmp_path):  # hill-a/stab
     (empty / "metrics.jsonl").write_text("")
     early = write_run(tmp_path, runs[4], [50.0] * 20, steps=list(range(10, 201, 10)))
     (early / "result.json").write_text('{"global_step": 1000}')
-    write_ledger(tmp_path, runs[5], state="running")
+    write_ledger(tmp_path, runs[5], state="running", place="elsewhere", heartbeat=time.time())
+    write_ledger(tmp_path, runs[7], state="running", place="elsewhere", heartbeat=0)
     summary, text = made(tmp_path, suite)
     assert summary["environments"]["E1"]["a"]["scores"] == {0: 2.0}
     why = {m["name"][-1]: m["why"] for m in summary["missing"]}
@@ -439,8 +487,9 @@ def test_short_empty_and_early_ending_runs_are_missing(tmp_path):  # hill-a/stab
         "4": "its last eval/return_mean is at step 200 of 1,000",
         "5": "running",
         "6": "pending",
+        "7": "interrupted: its runner ended",
     }
-    assert "| a | 7 | 1 | 1 |  |  | 1 | 4 |" in text
+    assert "| a | 8 | 1 | 1 |  | 1 | 1 | 4 |" in text
 
 
 def test_one_seed_has_no_interval(tmp_path):  # DLR-RM/stable-baselines3#1137
@@ -496,6 +545,30 @@ def test_returns_of_several_environments_are_not_mixed_without_constants(tmp_pat
     assert set(made(tmp_path / "one", gone)[0]["aggregate"]) == set()
     write_all(tmp_path / "two", gone, lambda name, env, seed: float(seed))
     assert set(made(tmp_path / "two", gone)[0]["aggregate"]["a"]) == {"IQM", "median", "mean"}
+
+
+def test_the_figures_of_a_large_sweep_show_the_best(tmp_path):
+    names = [f"ppo#{i:02d}:learning-rate=0.00{i}" for i in range(15)]
+    suite = make_suite(names, ("E1", "E2"), (1, 2), normalization={"E1": [0, 20], "E2": [0, 20]})
+    write_all(tmp_path, suite, lambda name, env, seed: float(name[4:6]) + seed)
+    summary, text = made(tmp_path, suite)
+    assert (
+        f"Figures show the {figures.MOST} algorithms with the best places" in text and len(summary["aggregate"]) == 15
+    )
+    assert f"| environment | E1 | E2 |\n| --- | --- | --- |\n| {names[0]} | 1.50 (1.00 to 2.00) | 1.50 (" in text
+    summary, curves = figures.leading(summary, environment_curves(Study(suite, tmp_path / "s", METRIC)))
+    kept = names[-figures.MOST :]
+    assert summary["algorithms"] == list(summary["aggregate"]) == list(curves["E2"]) == kept
+    assert [pair["x"] for pair in summary["improvement"]] == kept and list(summary["profile"]["shares"]) == kept
+    with matplotlib.rc_context(figures.SETTINGS):
+        figure = figures.environments(summary, curves)
+        figure.draw_without_rendering()
+    legend, panels = figure.legends[0].get_window_extent(), [axis.get_tightbbox() for axis in figure.axes]
+    assert (
+        legend.y0 >= max(panel.y1 for panel in panels)
+        and min(axis.get_window_extent().height for axis in figure.axes) > 80
+    )
+    assert legend.x0 >= 0 and legend.x1 <= figure.bbox.width
 
 
 FAKE = f"""
@@ -576,8 +649,10 @@ def test_against_a_baseline(tmp_path):
     assert found == [("a", "E1", "worse"), ("gone", "E2", "missing")]
     assert "| a | E1 | worse | 5.10 | 5.02 |" in text
     old.write_text(json.dumps(baseline | {"metric": "charts/episodic_return"}))
-    with pytest.raises(SystemExit, match="nothing.json: this is no summary.json of a report"):
-        report(suite, tmp_path, against=tmp_path / "nothing.json")
+    (tmp_path / "odd.json").write_text(json.dumps(baseline | {"environments": {"E1": {"a": {}}}}))
+    for name in "nothing", "odd":
+        with pytest.raises(SystemExit, match=f"{name}.json: this is no summary.json of a report"):
+            report(suite, tmp_path, against=tmp_path / f"{name}.json")
     with pytest.raises(SystemExit, match="its metric is charts/episodic_return, here it is eval/return_mean"):
         report(suite, tmp_path, against=old)
 

@@ -183,7 +183,15 @@ WRONG = {
     "type": (HEAD.replace("10", "'10'") + ALGORITHM, "budget = '10' must be of type int"),
     "seeds": (HEAD.replace("[1, 2]", "[1, 1]") + ALGORITHM, "each may stand there once"),
     "no seeds": (HEAD.replace("[1, 2]", "[]") + ALGORITHM, "at least one is needed"),
-    "negative": (HEAD.replace("[1, 2]", "[-1]") + ALGORITHM, "they start at 0"),
+    "negative": (HEAD.replace("[1, 2]", "[-1]") + ALGORITHM, "each must be a whole number, from 0 on"),
+    "empty name": (HEAD.replace('"A"', '""') + ALGORITHM, "each must be a text of one line"),
+    "none of its own": (HEAD + ALGORITHM + "environments = []", "environments of fake: at least one is needed"),
+    "no steps": (HEAD + ALGORITHM + "budget = 0", "budget = 0: at least 1 step"),
+    "no limit": (HEAD + "resources.memory_gb = nan" + ALGORITHM, "nothing below 0"),
+    "two spellings": (HEAD + "args = { step_s = 1, step-s = 2 }" + ALGORITHM, "one of them is there with _ and with -"),
+    "paper": (HEAD + "reference.fake.A = [1]" + ALGORITHM, "a number or [mean, deviation] is needed"),
+    "paper's environment": (HEAD + "reference.fake.C = 1" + ALGORITHM, "[reference.fake] C is none of the environm"),
+    "infinite": (HEAD + "normalization.A = [0, inf]" + ALGORITHM, "[minimum, maximum] is needed"),
     "syntax": (HEAD + "x = = 3" + ALGORITHM, "Invalid value (at line 6"),
     "two of a name": (HEAD + ALGORITHM * 2, "names of [[algorithms]] ['fake', 'fake']: each may stand there once"),
     "overlapping folders": (HEAD + ALGORITHM + "args = { run_dir = 'x' }", "run-dir among the arguments"),
@@ -192,9 +200,17 @@ WRONG = {
     "limits": (HEAD + "normalization.A = [1, 0]" + ALGORITHM, "[minimum, maximum] is needed"),
     "distribution": (DRAW + "{ normal = [0, 1] } }", "one of uniform,"),
     "bounds": (DRAW + "{ uniform = [2, 1] } }", "needs [low, high]"),
+    "endless": (DRAW + "{ uniform = [0, inf] } }", "needs [low, high]"),
+    "not whole": (DRAW + "{ int_uniform = [0.5, 2] } }", "needs whole [low, high]"),
+    "no sub-choices": (DRAW + "{ choice = [1], when = 3 } }", "random.sizes.when: a table is needed"),
+    "negative trials": (HEAD + ALGORITHM + "sweep.trials = -1", "random needs trials, and trials need random"),
+    "huge": (HEAD + ALGORITHM + f"sweep.grid = {{ x = {[0] * 1000}, y = {[0] * 101} }}", "101,000 variants, more than"),
+    "one name for two": (HEAD + ALGORITHM + "sweep.grid.x = [1]\n" + ALGORITHM.replace('"fake"', '"fake:x=1"'),
+                         "fake:x=1: two variants or algorithms have this name"),
     "sub-choice": (DRAW + "{ choice = [1], when.2 = {} } }", "when.2 is none"),
     "no trials": (HEAD + ALGORITHM + "sweep = { random.x = { choice = [1] } }", "random needs trials"),
     "name": (HEAD.replace('"fake"', '"../x"') + ALGORITHM, "letters, digits"),
+    "parent folder": (HEAD.replace('"fake"', '".."') + ALGORITHM, "letters, digits"),
 }  # fmt: skip
 
 
@@ -234,6 +250,32 @@ def test_wrong_arguments_are_found_before_anything_starts(tmp_path):
     assert fault == f"{ROOT}/tests/gone.py: no such script" and len(runs) == 4
     end = Ended(start("run", tmp_path / "fake.toml"))
     assert end.rc == 1 and "4 runs, the first is gone/A/seed1" in end.err and end.err.count("\n") == 1, end
+    assert not (tmp_path / "fake").exists()
+
+
+def test_scripts_that_cannot_be_imported_and_one_with_a_neighbour(tmp_path):
+    (tmp_path / "neighbour.py").write_text("")
+    for text, message in {
+        "import sys; sys.exit('not here')": "SystemExit: not here",
+        "class Args: pass": "TypeError: must be called with a dataclass",
+        "import neighbour\n" + FAKE.read_text(): None,
+    }.items():
+        (tmp_path / "script.py").write_text(text)
+        found = faults(tmp_path, ALGORITHM.replace(str(FAKE), str(tmp_path / "script.py")))
+        assert (found == []) if message is None else (len(found) == 1 and message in found[0]), found
+    (fault,) = faults(tmp_path, ALGORITHM.replace(str(FAKE), str(tmp_path)))
+    assert "Is a directory" in fault and str(tmp_path) not in sys.path
+
+
+def test_options_that_go_with_another_backend_or_task(tmp_path):
+    path = write(tmp_path, HEAD + ALGORITHM)
+    for words, message in {
+        ("run", "--dry-run"): "--dry-run is for --backend slurm, and this is local",
+        ("run", "--fail-fast", "--backend", "slurm"): "--fail-fast is for --backend local or ray, and this is slurm",
+        ("worker", "--task", 2, "--tasks", 2): "--task 2 --tasks 2: tasks are numbered from 0",
+    }.items():
+        end = Ended(start(words[0], path, *words[1:]))
+        assert end.rc == 1 and message in end.err and end.err.count("\n") == 1 and end.out == "", end
     assert not (tmp_path / "fake").exists()
 
 
@@ -358,6 +400,60 @@ def troubled(tmp_path_factory):
     return path, *ends
 
 
+def test_a_fault_of_the_runner_itself_ends_the_run_not_the_others(tmp_path, monkeypatch):
+    plan, folder = load(tmp_path, HEAD.replace("[1, 2]", "[1]") + ALGORITHM), tmp_path / "fake"
+    watch, children = execute.watch, []
+
+    def broken(child, record, ledger, run, *rest):
+        if run.env_id == "B":
+            return watch(child, record, ledger, run, *rest)
+        children.append(child)
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(execute, "watch", broken)
+    stop = execute.Stop()
+    late = threading.Timer(30, stop)
+    late.start()
+    assert execute.drive(plan, folder, plan.runs, execute.local(plan, folder, 2, stop)[0], 2, stop) == 1
+    late.cancel()
+    one, two = (ledger.Ledger(folder).get(run.id) for run in plan.runs)
+    assert one["reason"] == "the runner: RuntimeError('no such thing')" and ledger.outlook(one) == "open", one
+    assert two["state"] == "done" and children[0].wait(5) == -signal.SIGKILL
+    assert execute.verdict(-40, None, False, "") == ("failed", "killed by signal 40", True)
+
+
+def test_a_signal_that_nohup_ignores_is_ignored():
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        stop = execute.Stop().install()
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (stop.level, stop.number) == (1, signal.SIGUSR1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_what_was_made_by_other_means_counts(tmp_path):
+    """A run that somebody repeated by hand after it had failed, and one whose script got other defaults half-way."""
+    path = write(tmp_path, HEAD.replace("[1, 2]", "[1]").replace('"A"', '"\\u00c4"') + ALGORITHM)
+    by_hand, anew = suite.load(path).runs
+    for run, name, age in (by_hand, "x", 0), (anew, "old", 60), (anew, "new", 0):
+        folder = tmp_path / "fake" / "runs" / run.id / "fake" / run.env_id / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        os.utime(folder / "config.json", (time.time() - age,) * 2)
+        if name != "old":
+            (folder / "result.json").write_text('{"global_step": 10}')
+    failed = {"state": "failed", "reason": "exit 1", "retry": False, "attempts": 1, "place": "x", "heartbeat": 0}
+    ledger.Ledger(tmp_path / "fake").write(by_hand.id, failed)
+    assert board.run_directory(tmp_path / "fake", anew.id).name == "new"
+    end = Ended(start("run", path, env=os.environ | {"PYTHONIOENCODING": "ascii"}))  # which lacks a letter
+    assert end.rc == 0 and "fake: 2 done, of 2" in end.out and not list(tmp_path.glob("fake/runs/*/*/*/*/starts")), end
+
+
 def test_each_failure_is_told_and_retried_only_if_that_can_help(troubled):
     path, end, first, _ = troubled
     found = {run.env_id: first[run.id] for run in suite.load(path).runs}
@@ -415,6 +511,30 @@ def test_status_and_retry_failed(troubled):
     end = Ended(start("run", path, "--only", "*/raises/*", "--retry-failed"))
     (run,) = [run for run in suite.load(path).runs if run.env_id == "raises"]
     assert end.rc == 1 and records(path)[run.id]["attempts"] == before[run.id]["attempts"] + 1, end
+
+
+def test_fail_fast(tmp_path):
+    path = write(tmp_path, "env_args.A = { mode = 'raises' }\n" + SLOW.replace("budget = 24", "budget = 200"))
+    end = Ended(start("run", path, "--workers", 2, "--fail-fast"))
+    assert end.rc == 1 and "1 failed | 1 interrupted | 2 pending, of 4" in end.out and stops(path) == [75], end
+    assert end.out.endswith("stopped: the same command goes on from here\n"), end
+
+
+def test_runs_by_another_version_of_their_script_begin_anew_on_demand(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FAKE.read_text())
+    path = write(tmp_path, HEAD + ALGORITHM.replace(str(FAKE), str(script)))
+    assert Ended(start("run", path, "--only", "*/seed1")).rc == 0
+    script.write_text(FAKE.read_text() + "# changed")
+    run, other = suite.load(path).runs[:2]
+    assert Ended(start("run", path, "--only", run.id, str(other))).rc == 0 and len(results(path)) == 2
+    end = Ended(start("run", path, "--rerun-stale", "--only", run.id, "*/A/seed2"))
+    assert end.rc == 0 and "note: 1 runs by another version of their script begin anew" in end.out, end
+    assert {name: record["attempts"] for name, record in records(path).items()}[run.id] == 2
+    assert {starts for *_, starts in results(path).values()} == {1} and len(results(path)) == 3
+    assert json.loads(next(tmp_path.glob(f"fake/stale/{run.id}-*/*/*/*/result.json")).read_text())["global_step"] == 10
+    end = Ended(start("run", path, "--rerun-stale", "--only", run.id))
+    assert end.rc == 0 and "note: 0 runs" in end.out and records(path)[run.id]["attempts"] == 2, end
 
 
 def test_a_run_that_hangs_is_ended_and_not_tried_again(tmp_path):
@@ -728,7 +848,7 @@ def cluster(monkeypatch):
 
 
 def test_ray_on_two_nodes_one_of_which_is_lost(cluster, tmp_path):
-    path = write(tmp_path, SLOW)
+    path = write(tmp_path, SLOW.replace("budget = 24", "budget = 80"))  # longer than it takes to lose a node
     command = "run", path, "--backend", "ray", "--ray-address", cluster.address
 
     def two_at_once():
@@ -744,7 +864,7 @@ def test_ray_on_two_nodes_one_of_which_is_lost(cluster, tmp_path):
     cluster.remove_node(cluster.second, allow_graceful=False)
     end = Ended(process)
     assert end.rc == 0 and "broken: fake/" in end.out and "4 done, of 4" in end.out, end
-    assert_as_undisturbed(path)
+    assert_as_undisturbed(path, 80)
 
 
 # ---- The real scripts ------------------------------------------------------------------------------------------------
@@ -757,13 +877,14 @@ def test_the_smoke_suite(tmp_path):
 
     end = run("run")
     assert end.rc == 0 and "done: ppo_plr/bigfish/seed1 in" in end.out and end.err == "", end
-    for planned in suite.load("smoke").runs:
+    runs = suite.load("smoke").runs
+    for planned in runs:
         where = board.run_directory(tmp_path / "smoke", planned.id)
         assert json.loads((where / "result.json").read_text())["eval/return_mean"] is not None
         assert len((where / "metrics.jsonl").read_text().splitlines()) == 2
     again = run("run")
-    assert again.rc == 0 and again.out == "smoke: 3 done, of 3\n", again
+    assert again.rc == 0 and again.out == f"smoke: {len(runs)} done, of {len(runs)}\n", again
     end = run("report")
     assert end.rc == 0 and end.out.strip().endswith("smoke/report.md"), end
     assert json.loads((tmp_path / "smoke" / "summary.json").read_text())["suite"] == "smoke"
-    assert "all 3 runs count" in (tmp_path / "smoke" / "report.md").read_text()
+    assert f"all {len(runs)} runs count" in (tmp_path / "smoke" / "report.md").read_text()
