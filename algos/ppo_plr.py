@@ -154,22 +154,25 @@ class Args:
         make_plr(self, num_levels=1)  # checks its own arguments, also those that dr does not use
 
 
-# Copied from algos/ppo.py:check_args
-def check_args(args):
-    """Validates the arguments that all scripts share and derives batch_size and num_updates. Errors: ValueError."""
-    for name, low, high in (
-        ("num_envs", 1, math.inf), ("num_steps", 1, math.inf), ("num_minibatches", 1, math.inf),
-        ("update_epochs", 1, math.inf), ("total_timesteps", 1, math.inf), ("learning_rate", 0, math.inf),
-        ("gamma", 0, 1), ("gae_lambda", 0, 1), ("clip_coef", 0, math.inf), ("ent_coef", 0, math.inf),
-        ("vf_coef", 0, math.inf), ("max_grad_norm", 0, math.inf), ("target_kl", 0, math.inf), ("seed", 0, math.inf),
-        ("eval_seed", 0, 2**64 - 1), ("eval_interval", 0, math.inf), ("eval_episodes", 1, math.inf),
-        ("checkpoint_interval", 1, math.inf), ("keep_checkpoints", 1, math.inf), ("log_interval", 1, math.inf),
-        ("torch_threads", 0, 1024),
-    ):  # fmt: skip
+# Copied from algos/ppo.py:check_numbers
+def check_numbers(args, limits):
+    """ValueError that names the first argument outside its limits, {name: (low, high)}, or not finite. None passes."""
+    for name, (low, high) in limits.items():
         value = getattr(args, name)
         if value is not None and not (low <= value <= high and value < math.inf):
-            limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-            raise ValueError(f"--{name.replace('_', '-')} {value}: it must be a number {limits}")
+            allowed = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+            raise ValueError(f"--{name.replace('_', '-')} {value}: it must be a number {allowed}")
+
+
+# Copied from algos/ppo.py:check_args
+def check_args(args):
+    """Validates the arguments that PPO scripts share and derives batch_size and num_updates. Errors: ValueError."""
+    from_0 = "learning_rate", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm", "target_kl", "seed", "eval_interval"
+    from_1 = ("num_envs", "num_steps", "num_minibatches", "update_epochs", "total_timesteps", "eval_episodes",
+              "checkpoint_interval", "keep_checkpoints", "log_interval")  # fmt: skip
+    limits = dict.fromkeys(from_0, (0, math.inf)) | dict.fromkeys(from_1, (1, math.inf))
+    limits |= {"gamma": (0, 1), "gae_lambda": (0, 1), "eval_seed": (0, 2**64 - 1), "torch_threads": (0, 1024)}
+    check_numbers(args, limits)
     args.batch_size = args.num_envs * args.num_steps
     args.num_updates = -(-args.total_timesteps // args.batch_size)
     shape = f"num_envs {args.num_envs} x num_steps {args.num_steps} = {args.batch_size}"
@@ -1572,7 +1575,8 @@ class RunLogger:
         self.signals, numbers = [], (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         self.handlers = {number: signal.signal(number, partial(self.stop, self.signals)) for number in numbers}
         values = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-        self.config = {key: value for key, value in values.items() if key not in self.UNHASHED}
+        free = {*self.UNHASHED, *getattr(args, "tunable", ())}  # tunable: what this run's resumes may change
+        self.config = {key: value for key, value in values.items() if key not in free}
         self.id = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:8]
         names = args.exp_name, args.env_id, f"seed{args.seed}-{self.id}"
         self.dir = Path(args.run_dir, *(re.sub(r"[^\w.-]+|^\.+", "-", name) for name in names))

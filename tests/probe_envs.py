@@ -112,6 +112,24 @@ class FaultyEnv(ChainEnv):
         return obs, reward, *rest
 
 
+class RecallEnv(gym.Env):
+    """Shows -1 or 1 and then 0; the second action earns 1 if it says which. Who does not remember earns 0.5."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,), np.float32), gym.spaces.Discrete(2)
+
+    def __init__(self, render_mode=None):
+        self.cue = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cue, self.first = int(self.np_random.integers(2)), True
+        return np.float32([2 * self.cue - 1, 0]), {}
+
+    def step(self, action):
+        self.first, ended = False, not self.first
+        return np.float32([0, 1]), float(ended and action == self.cue), ended, False, {}
+
+
 def vector(ppo, mode, envs):
     """The `VectorEnvs` of the script module `ppo` around single environments, in one of VECTOR_MODES."""
     if mode == "envpool-like":
@@ -126,6 +144,8 @@ gym.register("Chain-v0", "probe_envs:ChainEnv")
 gym.register("TruncatedChain-v0", "probe_envs:ChainEnv", max_episode_steps=3, kwargs={"end": "endless"})
 gym.register("ShiftedChain-v0", "probe_envs:ShiftedChain")
 gym.register("SlowCartPole-v0", "probe_envs:SlowCartPole", max_episode_steps=500)
+for _name in ("Recall-v0", "OtherRecall-v0"):
+    gym.register(_name, "probe_envs:RecallEnv")
 gym.register("TinyImage-v0", "probe_envs:TinyImage")
 gym.register("ManyActions-v0", "probe_envs:ManyActions")
 for _fault in ("raise", "sleep"):

@@ -1,0 +1,528 @@
+"""algos/impala_popart.py: learning with and without actor processes, their bookkeeping, faults, resume."""
+
+import contextlib
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import tyro
+from test_runs import ENVIRONMENT, Ended, Run, assert_same, members, restored_signals, wait_for_updates  # noqa: F401
+
+from algos import impala_popart as impala
+
+RECALL = (
+    "--env-id probe_envs:Recall-v0,probe_envs:OtherRecall-v0@100 --lstm-size 32 --popart-beta 0.01 --progress none "
+)
+TINY = RECALL + "--envs-per-actor 4 --batch-rollouts 8 --num-steps 5 --log-interval 1 --eval-episodes 2 "  # 40 steps
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)  # as `train` does
+
+
+def parse(*arguments):
+    return tyro.cli(impala.Args, args=[word for argument in arguments for word in argument.split()])
+
+
+def train(folder, *arguments):
+    try:
+        impala.train(parse(TINY, f"--run-dir {folder}", *arguments))
+    finally:
+        gc.collect()
+    return Run(folder)
+
+
+# ---- It learns -------------------------------------------------------------------------------------------------------
+
+LEARN = RECALL + ("--envs-per-actor 8 --batch-rollouts 16 --num-steps 10 --total-timesteps 16000 --learning-rate 0.02 "
+                  "--popart-second-moment mean-sq --eval-episodes 50")  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("num_actors", [0, 1, 2])
+def test_one_policy_learns_to_remember_in_two_games_whose_rewards_differ_100_fold(num_actors, seed, tmp_path):
+    """At least 0.95 of the best return in both; without memory 0.5."""
+    result = impala.train(parse(LEARN, f"--num-actors {num_actors} --seed {seed} --run-dir {tmp_path}"))
+    assert result["eval/probe_envs:Recall-v0/return_mean"] >= 0.95
+    assert result["eval/probe_envs:OtherRecall-v0@100/return_mean"] >= 95
+    rows = Run(tmp_path).rows()
+    assert max(row["async/policy_lag_max"] for row in rows) <= (4 * num_actors if num_actors else 0)
+    if num_actors == 0 and seed == 1:
+        assert_documented(rows, ["probe_envs:Recall-v0", "probe_envs:OtherRecall-v0@100"])
+
+
+def assert_documented(rows, games):
+    names = {"charts": "episodic_return episodic_length episodes SPS learning_rate update frames",
+             "losses": "policy_loss value_loss entropy approx_kl clipfrac explained_variance grad_norm",
+             "async": "policy_lag_mean policy_lag_max policy_lag_sent queue_depth learner_wait_s actor_wait_s dropped",
+             "perf": "collect_s update_s dead_steps"}  # fmt: skip
+    always = {f"{group}/{name}" for group, text in names.items() for name in text.split()}
+    always |= {f"popart/{game}/{name}" for game in games for name in ("mu", "sigma")}
+    always |= {f"tasks/{game}/episodic_return" for game in games} | {"global_step", "wall_s"}
+    evaluation = {
+        "eval/return_mean",
+        "eval/length_mean",
+        "perf/eval_s",
+        *(f"eval/{game}/return_mean" for game in games),
+    }
+    assert all(row.keys() == always for row in rows[:-1])
+    assert rows[-1].keys() == always | evaluation
+
+
+# ---- Unrolls ---------------------------------------------------------------------------------------------------------
+
+
+def make_actor(num_steps, delays, version, index, games=("CartPole-v1",), num_envs=3):
+    """An actor whose steps take delays[index] seconds."""
+    envs = impala.MultiTaskEnvs(
+        games, impala.assign_tasks(games, num_envs), np.random.SeedSequence(index).spawn(num_envs)
+    )
+    step = envs.step
+    envs.step = lambda actions: (time.sleep(delays[index]), step(actions))[1]
+    with torch.device("meta"):
+        policy = impala.Policy(impala.shared_space(games)[0], "mlp", 8)
+    return impala.Actor(envs, policy, np.random.SeedSequence(100 + index), num_steps)
+
+
+def make_actors(num_actors, num_slots, batch_slots, max_lag, delays=(0.0, 0.0), num_steps=4, num_envs=3):
+    space = impala.shared_space(("CartPole-v1",))[0]
+    layout = impala.Actor.layout(num_steps, num_envs, space, 8)
+    return impala.Actors(partial(make_actor, num_steps, delays), layout, num_actors, num_slots, batch_slots, max_lag)
+
+
+POLICY = impala.Policy(impala.shared_space(("CartPole-v1",))[0], "mlp", 8)
+WEIGHTS = impala.flat_weights(POLICY)
+
+
+def weights_of(version):
+    """Weights that tell the version."""
+    return WEIGHTS * np.float32(1 + 0.1 * version)
+
+
+@torch.no_grad()
+def replay(weights, unroll):
+    """Logits and core states of an unroll, row by row and in one piece."""
+    inputs = [torch.from_numpy(unroll[name].copy()) for name in ("obs", "starts", "action", "reward")]
+    policy, core = POLICY, torch.from_numpy(unroll["core"].copy())
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(weights), policy.parameters())
+    whole, _, _ = policy(*inputs, core)
+    rows = []
+    for t in range(len(inputs[0]) - 1):
+        logits, _, core = policy(*(x[t : t + 1] for x in inputs), core)
+        rows.append(logits)
+    return whole[:-1], torch.cat(rows), core
+
+
+@pytest.mark.parametrize(("num_actors", "max_lag"), [(0, None), (2, None), (2, 0), (2, 1)])
+def test_an_unroll_has_one_policy_and_no_step_is_lost_or_too_old(num_actors, max_lag):
+    """Stored logits are those of the policy with the stored version, from row to row as in one piece; each actor's
+    unrolls come in order and without a gap; the lag stays within its bound though one actor is much slower."""
+    num_slots = 2 if not num_actors else 5 if max_lag is None else 2 * (max_lag + 1)
+    actors, version, lags, last = make_actors(num_actors, num_slots, 2, max_lag, delays=(0.0, 0.02)), 7, [], []
+    with contextlib.closing(actors):
+        actors.start(weights_of(7), 7)
+        while len(lags) < 40 or len(last) < num_actors:
+            batch = {name: tensor.numpy().copy() for name, tensor in actors.batch().items()}
+            for k, used in enumerate(actors.versions):
+                unroll = {name: array[:, 3 * k : 3 * k + 3] for name, array in batch.items()}
+                whole, rows, core = replay(weights_of(used), unroll)
+                torch.testing.assert_close(torch.from_numpy(unroll["logits"]), rows, atol=1e-6, rtol=1e-5)
+                torch.testing.assert_close(whole, rows, atol=1e-6, rtol=1e-5)
+                lags.append(version - used)
+                before = [old for old in last if np.array_equal(old["obs"], unroll["obs"][0])]
+                if before:  # the unroll of the same actor that this one continues
+                    last = [old for old in last if old is not before[0]]
+                    assert all(np.array_equal(before[0][name], unroll[name][0]) for name in ("starts", "action"))
+                    torch.testing.assert_close(before[0]["core"], torch.from_numpy(unroll["core"]))
+                else:
+                    assert unroll["starts"][0].all() and not unroll["core"].any()
+                last.append({name: unroll[name][-1] for name in ("obs", "starts", "action")} | {"core": core})
+            version += 1
+            actors.publish(weights_of(version))
+    assert len(last) == max(num_actors, 1)
+    if num_actors == 0 or max_lag == 0:
+        assert set(lags) == {0}
+    else:
+        assert 0 < max(lags) <= (max_lag or np.inf)
+
+
+def test_closed_actors_leave_no_descriptor_open():
+    def use():
+        actors = make_actors(1, 3, 2, None)
+        with contextlib.closing(actors):
+            actors.start(weights_of(0), 0)
+        del actors
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    assert use() == use()
+
+
+def test_the_slow_actor_waits_and_nothing_is_dropped():
+    """A learner that takes its time: the actors stop when all slots are full, and every step still comes."""
+    actors = make_actors(1, 3, 2, None)
+    with contextlib.closing(actors):
+        actors.start(weights_of(0), 0)
+        rows = [actors.batch()["obs"].numpy().copy()]
+        time.sleep(0.5)
+        rows += [actors.batch()["obs"].numpy().copy() for _ in range(2)]
+        assert actors.metrics["async/actor_wait_s"] > 0.3 and actors.metrics["async/dropped"] == 0
+    unrolls = [row[:, 3 * k : 3 * k + 3] for row in rows for k in range(2)]
+    for before, after in zip(unrolls, unrolls[1:]):
+        assert np.array_equal(before[-1], after[0])
+
+
+def test_every_reward_is_in_one_unroll_with_what_followed(monkeypatch):
+    """Episodes of 3 steps with rewards 1, 2, 4 in unrolls of 5: the row after an end is the true last observation, its
+    own action counts for nothing, then an episode starts; totals are those of the episodes (PPO-05)."""
+    actor = make_actor(5, (0.0,), 0, 0, games=("probe_envs:Chain-v0",), num_envs=2)
+    space = impala.shared_space(("probe_envs:Chain-v0",))[0]
+    slots = impala.SharedMemory(impala.Actor.layout(5, 2, space, 8), 4)
+    for k in range(4):
+        actor.unroll(slots.record(k))
+    rows = {name: np.concatenate(array[:, :5]) for name, array in slots.arrays.items() if array.ndim > 2}
+    rows |= {
+        name: np.concatenate(slots[name][:, 1:]) for name in ("reward", "action")
+    }  # what came of row t is in t + 1
+    for name, period in (("obs", [0, 1, 2, 3]), ("starts", [1, 0, 0, 0]), ("reward", [1, 2, 4, 0]),
+                         ("terminated", [0, 0, 1, 0]), ("valid", [1, 1, 1, 0]), ("episode_return", [1, 3, 7, 0]),
+                         ("episode_length", [1, 2, 3, 0])):  # fmt: skip
+        for env in range(2):
+            assert rows[name][:, env].ravel().tolist() == period * 5, name
+
+
+def test_the_policy_is_blind_to_the_task_and_the_value_is_not():
+    args = parse(TINY)
+    torch.manual_seed(0)
+    agent = impala.Agent(impala.shared_space(args.games)[0], 2, args)
+    agent.values.mu.copy_(torch.tensor([0.0, 50.0]))
+    assert "task" not in str(impala.Policy.forward.__code__.co_varnames)
+    obs, starts, core = torch.randn(6, 4, 4), torch.zeros(6, 4, dtype=torch.bool), torch.zeros(2, 4, 32)
+    inputs = obs, starts, torch.zeros(6, 4, dtype=torch.int64), torch.zeros(6, 4), core
+    logits, features, _ = agent.policy(*inputs)
+    starts[3] = True  # there no last action and reward exist
+    others = obs, starts, torch.ones(6, 4, dtype=torch.int64), torch.ones(6, 4), core
+    after_start = agent.policy(*inputs)[0][3], agent.policy(*others)[0][3]
+    assert torch.equal(*after_start) and not torch.equal(agent.policy(*inputs)[0], agent.policy(*others)[0])
+    starts[3] = False
+    flags = [torch.zeros(5, 4, dtype=torch.bool)] * 2 + [torch.ones(5, 4, dtype=torch.bool)]
+    losses = []
+    for tasks in (torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 0, 0])):
+        assert torch.equal(agent.policy(*inputs)[0], logits)
+        losses.append(impala.impala_loss(
+            logits[:-1], agent.values(features), agent.values.mu, agent.values.sigma, tasks, inputs[2][1:],
+            logits[:-1].detach(), inputs[3][1:], *flags, 0.99, 0.01, 0.5,
+        )[2])  # fmt: skip
+    assert not torch.allclose(*losses)
+
+
+@pytest.mark.parametrize(
+    ("agent", "order", "heads"),
+    [
+        ("", ["step", "update", "publish"], 2),
+        ("--no-popart --multi-head", ["step", "publish"], 2),
+        ("--no-popart", ["step", "publish"], 1),
+    ],
+)
+def test_the_order_of_an_update(agent, order, heads, monkeypatch, tmp_path):
+    """First the network, with the old statistics, then these (PPO-13), then the actors get both; the paper's three
+    agents differ in that, and in their heads. Every valid step of an unroll is learned from."""
+    calls, learned = [], []
+
+    def spy(owner, name):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), original(*args))[1])
+
+    for owner, name in ((impala.RMSPropTF, "step"), (impala.PopArt, "update"), (impala.Actors, "publish")):
+        spy(owner, name)
+    loss = impala.impala_loss
+    noted = lambda *args: (learned.append((args[1].shape, int(args[10].sum()))), loss(*args))[1]  # noqa: E731
+    monkeypatch.setattr(impala, "impala_loss", noted)
+    run = train(tmp_path, "--num-actors 0 --total-timesteps 120", agent)
+    assert calls == order * 3
+    assert [shape for shape, _ in learned] == [(6, 8, heads)] * 3
+    assert sum(valid for _, valid in learned) == run.json("result.json")["global_step"]
+    mu = run.state()["agent"]["values.mu"]
+    assert mu.shape == (heads,) and bool(mu.any()) == ("update" in order)
+
+
+def test_the_lstm_is_nn_lstm_cleared_where_episodes_start():
+    torch.manual_seed(0)
+    lstm, reference = impala.LSTM(5, 7), torch.nn.LSTM(5, 7)
+    with torch.no_grad():
+        for name, layer in (("ih", lstm.inputs), ("hh", lstm.hidden)):
+            getattr(reference, f"weight_{name}_l0").copy_(layer.weight)
+            getattr(reference, f"bias_{name}_l0").copy_(layer.bias)
+    inputs, starts, core = torch.randn(6, 2, 5), torch.zeros(6, 2, dtype=torch.bool), torch.randn(2, 2, 7)
+    starts[3, 1] = True
+    outputs, last = lstm(inputs, starts, core)
+    for env, pieces in ((0, [(0, 6)]), (1, [(0, 3), (3, 6)])):
+        state = core[0, env], core[1, env]
+        for first, stop in pieces:
+            state = state if first == 0 else (torch.zeros(7), torch.zeros(7))
+            expected, (h, c) = reference(inputs[first:stop, env], (state[0][None], state[1][None]))
+            torch.testing.assert_close(outputs[first:stop, env], expected)
+        torch.testing.assert_close(last[:, env], torch.cat([h, c]))
+
+
+# ---- Faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_an_actor_that_fails_ends_the_run_and_says_why(fault, tmp_path):
+    """Within 10 s, with the environment's own error or the exit code; also if the others always have a full slot."""
+    games = "probe_envs:Faulty-raise-v0" if fault == "raise" else "probe_envs:Chain-v0"
+    killed = []
+    original = impala.Actors.batch
+
+    def batch(self):
+        if self.version >= 2 and fault == "kill":
+            time.sleep(0.5)
+            if not killed:
+                os.kill(self.processes[1][0].pid, signal.SIGKILL)
+                killed.append(time.monotonic())
+        return original(self)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(impala.RunError) as caught:
+        patch.setattr(impala.Actors, "batch", batch)
+        impala.train(parse(TINY, f"--env-id {games} --num-actors 2 --run-dir {tmp_path}"))
+    message = caught.value.code
+    if fault == "kill":
+        assert "actor 1 (process " in message and "died with exit code -9" in message
+        assert time.monotonic() - killed[0] < 10
+    else:
+        assert "actor " in message and "boom-42" in message and games in message and "Traceback" in message
+    assert Run(tmp_path).json("status.json")["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--learning-rate 1e30", "is not finite. The last good checkpoint is kept"),
+        ("--env-id probe_envs:Faulty-reward-v0", "(probe_envs:Faulty-reward-v0) gave what is not finite: reward nan"),
+    ],
+)
+def test_what_is_not_finite_ends_the_run_by_name(arguments, words, tmp_path):
+    with pytest.raises(impala.RunError) as caught:
+        train(tmp_path, "--num-actors 0", arguments)
+    assert words in caught.value.code and "\n" not in caught.value.code, caught.value.code
+
+
+def test_memory_that_does_not_suffice_is_told_before_it_is_taken(monkeypatch, tmp_path):
+    monkeypatch.setattr(impala, "available_memory", lambda: 2**14)
+    with pytest.raises(impala.RunError) as caught:
+        train(tmp_path, "--num-actors 2 --num-steps 100")
+    for words in ("6 unrolls take", "MiB of shared memory", "obs", "0 MiB are available", "--envs-per-actor"):
+        assert words in caught.value.code
+
+
+def shm():
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(("sem.", "torch_"))}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Runs with two actors: the group ended by SIGTERM, then by Ctrl-C; the learner killed while its actors are busy
+    for minutes."""
+    ends, before = {}, shm()
+    for name, arguments in (("SIGTERM", ""), ("SIGINT", ""), ("SIGKILL", "--env-id probe_envs:SlowCartPole-v0")):
+        folder = tmp_path_factory.mktemp(name)
+        words = f"{TINY} {arguments} --num-actors 2 --total-timesteps 100000000 --run-dir {folder}".split()
+        process = subprocess.Popen([sys.executable, impala.__file__, *words], env=ENVIRONMENT | {"PROBE_STEP_S": "60"},
+                                   start_new_session=True, stdout=-1, stderr=-1, text=True)  # fmt: skip
+        if name == "SIGKILL":
+            while len(blocked_signals(process.pid)) < 2:
+                time.sleep(0.1)
+            time.sleep(2)  # most of it imports
+            process.kill()
+        else:
+            wait_for_updates(process, folder, 1)
+            ends[f"blocked at {name}"] = blocked_signals(process.pid)
+            os.killpg(process.pid, getattr(signal, name))
+        ends[name] = Ended(process)
+        ends[f"checkpoints at {name}"] = len(Run(folder).checkpoints())
+    ends["shm"] = shm() - before
+    return ends
+
+
+def blocked_signals(group):
+    """Of INT, TERM and USR1, by actor."""
+    found = []
+    for pid in members(group):
+        with contextlib.suppress(OSError):
+            status, words = (Path(f"/proc/{pid}/{name}").read_text() for name in ("status", "cmdline"))
+            mask = int(re.search(r"SigBlk:\s*(\w+)", status)[1], 16)
+            if "spawn_main" in words:
+                found.append([n.name for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if mask >> n - 1 & 1])
+    return found
+
+
+def test_whatever_ends_the_learner_no_process_and_no_shared_memory_stays(stopped):
+    cases = ("SIGTERM", 75, "stopped by SIGTERM"), ("SIGINT", 130, "interrupted"), ("SIGKILL", -9, "")
+    for name, code, words in cases:
+        end = stopped[name]
+        assert (end.rc, end.left, end.tracebacks) == (code, [], 0), end
+        assert words in end.err and end.err.count("\n") == bool(words)
+        assert end.seconds < 10
+        assert stopped[f"checkpoints at {name}"] == bool(words)
+    assert stopped["shm"] == set()
+
+
+def test_the_learner_answers_the_signals_for_its_actors(stopped):
+    for name in ("SIGTERM", "SIGINT"):
+        assert stopped[f"blocked at {name}"] == [["SIGINT", "SIGTERM", "SIGUSR1"]] * 2
+
+
+# ---- Resume ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stopping_at(update, batches=None):
+    """Ends a run in the middle of an update, as a kill would: what is not in a checkpoint is lost. Keeps the batches
+    before, with the version of their first unroll, in the list `batches`."""
+    original = impala.Actors.batch
+
+    def batch(self):
+        if self.version == update:
+            raise KeyboardInterrupt
+        found = original(self)
+        if batches is not None:
+            batches.append(
+                {name: tensor.numpy().copy() for name, tensor in found.items()} | {"version": self.versions[0]}
+            )
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(impala.Actors, "batch", batch)
+        yield
+
+
+def state(run):
+    """The newest checkpoint's without times."""
+    found = run.state()
+    for row in found["window"]["rows"]:
+        for name in [name for name in row if name.startswith("perf/")]:
+            del row[name]
+    return found
+
+
+P0 = "--num-actors 0 --total-timesteps 1200 --checkpoint-interval 8 --log-interval 3"  # 30; 16: in mid-episode
+
+
+def test_the_synchronous_form_repeats_and_resumes_to_the_bit(tmp_path):
+    """And evaluations in between change nothing."""
+    straight = train(tmp_path / "straight", P0)
+    with stopping_at(18):
+        train(tmp_path / "stopped", P0, "--eval-interval 6")
+    stopped = train(tmp_path / "stopped", P0, "--eval-interval 6")
+    assert [row["charts/update"] for row in straight.rows()] == list(range(3, 31, 3))
+    a, b = state(straight), state(stopped)
+    assert_same(a["config"] | {"eval_interval": 6}, b["config"])
+    for found in (a, b):
+        del found["config"]
+    assert_same(a, b)
+    for row, same in zip(straight.repeatable(), stopped.repeatable(), strict=True):
+        assert row == {name: value for name, value in same.items() if name in row}
+    other = train(tmp_path / "other", P0, "--seed 2")
+    assert other.rows()[0]["losses/entropy"] != straight.rows()[0]["losses/entropy"]
+
+
+def test_actors_resume_with_the_weights_of_the_checkpoint_in_new_episodes(tmp_path):
+    """CKP-11, with the LSTM's state and the episodes new."""
+    arguments, before, after = "--num-actors 1 --total-timesteps 1200 --checkpoint-interval 1", [], []
+    with stopping_at(3, before):
+        train(tmp_path, arguments)
+    saved = torch.load(Run(tmp_path).checkpoints()[-1], weights_only=True)
+    with stopping_at(4, after):
+        train(tmp_path, arguments)
+    (first,) = after
+    assert first["version"] == saved["update"] == 3
+    space = impala.shared_space(tuple(saved["config"]["games"]))[0]
+    policy = impala.Policy(space, "auto", 32)
+    policy.load_state_dict({name.removeprefix("policy."): x for name, x in saved["agent"].items() if "policy" in name})
+    inputs = (torch.from_numpy(first[name]) for name in ("obs", "starts", "action", "reward", "core"))
+    torch.testing.assert_close(
+        policy(*inputs)[0][:-1].detach(), torch.from_numpy(first["logits"]), atol=1e-6, rtol=1e-5
+    )
+    assert first["starts"][0, :4].all() and not first["core"][:, :4].any()  # of the first unroll
+    assert not np.array_equal(first["obs"], before[0]["obs"])
+
+
+def test_a_member_of_a_population_goes_on_with_other_settings(tmp_path):
+    """Stopped, given another member's checkpoint and four new values, it goes on from there; without --pbt the other
+    values would be another run."""
+    new = "--learning-rate 0.05 --ent-coef 0.5 --rmsprop-eps 0.3 --max-grad-norm 7"
+    common = "--num-actors 0 --total-timesteps 400 --checkpoint-interval 2"
+    with stopping_at(5):
+        train(tmp_path / "a", common, "--pbt --seed 1")
+    with stopping_at(5):
+        train(tmp_path / "b", common, "--pbt --seed 2")
+    a, b = Run(tmp_path / "a"), Run(tmp_path / "b")
+    for path in a.checkpoints():
+        (b.dir / "checkpoints" / path.name).write_bytes(path.read_bytes())
+    optimizers = []
+    with pytest.MonkeyPatch.context() as patch:
+        step = impala.RMSPropTF.step
+        patch.setattr(
+            impala.RMSPropTF, "step", lambda self: (optimizers.append(dict(self.param_groups[0])), step(self))
+        )
+        train(tmp_path / "b", common, "--pbt --seed 2", new)
+    assert len(optimizers) == 6 and optimizers[0]["lr"] == pytest.approx(0.05 * 0.6) and optimizers[0]["eps"] == 0.3
+    assert b.rows()[4]["charts/learning_rate"] == pytest.approx(0.05 * 0.6)
+    assert b.rows()[:4] != a.rows()[:4] and b.rows()[-1]["charts/update"] == 10
+    with stopping_at(1):
+        train(tmp_path / "c", common)
+    with stopping_at(1):
+        train(tmp_path / "c", common, new)
+    assert len([*(tmp_path / "c").rglob("config.json")]) == 2
+
+
+# ---- Arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"batch_rollouts": 24}, "--batch-rollouts 24 is no multiple of --envs-per-actor 16: try 32"),
+        ({"batch_rollouts": 1}, "--batch-rollouts 1 is no multiple of --envs-per-actor 16: try 16"),
+        ({"total_timesteps": 100}, "100 is less than one update, batch_rollouts 32 x num_steps 20 = 640"),
+        ({"multi_head": True}, "add --no-popart"),
+        ({"num_actors": 5, "max_policy_lag": 1}, "2 x 2 = 4 unrolls at a time for --num-actors 5: try 2"),
+        ({"env_id": "procgen16", "envs_per_actor": 8}, "cannot play 16 games"),
+        ({"env_id": "CartPole-v1,bigfish"}, "bigfish has observations (64, 64, 3)"),
+        ({"env_id": "CartPole-v7"}, "CartPole-v1"),
+        ({"pixel_control_coef": 0.1}, "mixed has no pixels"),
+        ({"network": "nature"}, "--network nature sees images, and mixed has none"),
+        ({"gamma": 1.5}, "--gamma 1.5: it must be a number between 0 and 1"),
+        ({"num_actors": -1}, "--num-actors -1: it must be a number at least 0"),
+        ({"learning_rate": np.nan}, "--learning-rate nan"),
+    ],
+)
+def test_wrong_arguments_are_named_with_what_works(change, words):
+    with pytest.raises(ValueError) as error:
+        impala.Args(**change)
+    assert words in str(error.value)
+
+
+def test_a_checkpoint_of_other_games_is_refused(tmp_path):
+    """Also in the same folder: a suite's list may have changed since."""
+    with stopping_at(2):
+        train(tmp_path, "--num-actors 0 --checkpoint-interval 1")
+    (path,) = Run(tmp_path).checkpoints()[-1:]
+    saved = torch.load(path, weights_only=True)
+    saved["config"]["games"] = ("probe_envs:Recall-v0", "CartPole-v1")
+    for old in Run(tmp_path).checkpoints():
+        torch.save(saved, old)
+    with pytest.raises(impala.RunError) as caught:
+        train(tmp_path, "--num-actors 0 --checkpoint-interval 1")
+    assert "made by another configuration: games" in caught.value.code and "CartPole-v1" in caught.value.code
