@@ -159,6 +159,10 @@ class Args:
         if self.num_actors and self.behaviour == "eps-greedy":
             raise ValueError("--behaviour eps-greedy acts by the network, which actor processes do not have: "
                              "use --num-actors 0 or --behaviour uniform")  # fmt: skip
+        if not gradient_steps(self, self.total_timesteps):
+            first = max(self.learning_starts, self.batch_size) + self.train_frequency
+            raise ValueError(f"--total-timesteps {self.total_timesteps} ends before the first gradient step, at "
+                             f"{first}: give more, or a smaller --learning-starts")  # fmt: skip
         self.num_updates = -(-self.total_timesteps // (self.num_envs * self.num_steps))
 
 
@@ -392,13 +396,19 @@ class TaskEnvs:
         if not self.num_tasks:
             raise RunError(f"{env_id} has no task: at least one is needed")
 
-    def task_vectors(self, i, reward, terminated, info):
-        rewards = np.asarray(info.get("task_rewards", [reward]), np.float32)
-        terminations = np.asarray(info.get("task_terminations", [terminated]), bool)
-        if not rewards.shape == terminations.shape == (self.num_tasks,):
+    def task_vectors(self, i, rewards, terminations):
+        rewards, terminations = np.asarray(rewards), np.asarray(terminations)
+        shapes = rewards.shape == terminations.shape == (self.num_tasks,)
+        if not (shapes and rewards.dtype.kind in "buif" and terminations.dtype.kind in "bui"):
             raise RunError(f"environment {i} gave task_rewards of shape {rewards.shape} and task_terminations of shape "
-                           f"{terminations.shape}: both must be ({self.num_tasks},) all the time")  # fmt: skip
+                           f"{terminations.shape}, {rewards.dtype} and {terminations.dtype}: both must be "
+                           f"({self.num_tasks},) all the time, numbers and bool")  # fmt: skip
         return rewards, terminations
+
+    def observation(self, i, obs):
+        if np.shape(obs) != self.obs_shape or not np.isfinite(obs).all():
+            raise RunError(f"environment {i} gave observation {obs}: it must be finite, of shape {self.obs_shape}")
+        return obs
 
     def reset(self):
         self.obs = np.zeros((self.num_envs, *self.obs_shape), self.obs_dtype)
@@ -408,21 +418,22 @@ class TaskEnvs:
         return self.obs.copy()
 
     def start(self, i):
-        self.obs[i], info = self.envs[i].reset()
-        self.beta[i] = info.get("task_terminations", False)
+        obs, info = self.envs[i].reset()
+        self.obs[i], none = self.observation(i, obs), np.zeros(self.num_tasks, bool)
+        _, self.beta[i] = self.task_vectors(i, none, info.get("task_terminations", none))
 
     def step(self, actions):
         n = self.num_envs
         rewards, terminations = np.zeros((n, self.num_tasks), np.float32), np.zeros((n, self.num_tasks), bool)
         (terminated, truncated), final_obs, reward = np.zeros((2, n), bool), self.obs.copy(), np.zeros(n)
         for i in np.flatnonzero(actions >= 0):
-            step = self.envs[i].step(self.first_action + actions[i])
-            final_obs[i], reward[i], terminated[i], truncated[i], info = step
-            rewards[i], terminations[i] = self.task_vectors(i, reward[i], terminated[i], info)
-        finite = np.isfinite(rewards).all(1) & np.isfinite(final_obs.reshape(n, -1)).all(1)
+            obs, reward[i], terminated[i], truncated[i], info = self.envs[i].step(self.first_action + actions[i])
+            final_obs[i], tasks = self.observation(i, obs), ("task_rewards", [reward[i]])
+            tasks = info.get(*tasks), info.get("task_terminations", [terminated[i]])
+            rewards[i], terminations[i] = self.task_vectors(i, *tasks)
+        finite = np.isfinite(rewards).all(1)
         if not finite.all():
-            i = finite.argmin()
-            raise RunError(f"environment {i} gave task rewards {rewards[i]}, observation {final_obs[i]}: not finite")
+            raise RunError(f"environment {finite.argmin()} gave task rewards {rewards[finite.argmin()]}: not finite")
         self.obs[:], self.beta, ended = final_obs, terminations.copy(), terminated | truncated
         for i in np.flatnonzero(ended):
             self.start(i)
@@ -638,9 +649,10 @@ class SumTree:
         return node
 
     def sample(self, size, batch_size, rng):
-        """A draw from each of batch_size strata of equal mass (Schaul et al. 2016): slots, P(k), (batch_size,)."""
+        """A draw from each of batch_size strata of equal mass (Schaul et al. 2016): slots, P(k), (batch_size,). Their
+        order is random, so that each part of the batch is a draw from all slots."""
         total = self.total
-        slots = self.find((np.arange(batch_size) + rng.random(batch_size)) * (total / batch_size))
+        slots = self.find((rng.permutation(batch_size) + rng.random(batch_size)) * (total / batch_size))
         return slots, self.sums[0][slots] / total
 
 
@@ -690,6 +702,8 @@ class TaskPrioritizedReplay:
         # extra[:num_envs] are the environments' newest s', the others final observations.
         num_extra = 2 * num_envs + self.num_rows // episode_length
         self.nbytes = self.reserve(row, num_extra)
+        if self.folder and len(files := list(self.folder.glob("*.bin"))) == 1:
+            files[0].unlink()  # without the other it is worthless: a state must not find the rows alone
         self.rows, self.extra = self.allocate("rows", self.num_rows, row), self.allocate("extra", num_extra, row["obs"])
         self.free = list(range(num_envs, len(self.extra)))  # a heap, so that a restored replay uses the same one
         self.total = 0  # transitions ever added; number i is in slot i % capacity and in row i % num_rows
@@ -1193,7 +1207,9 @@ def actor_process(queue, chunk, index, env_id, limit, seed):
             queue.put_episode(index, chunk, 0.0, chunk.size, 0.0)
     except EOFError:  # the learner closed the queue
         actor.close()
-    except Exception:
+    except RunError as error:
+        queue.report_error(index, str(error).removeprefix("error: "))
+    except BaseException:  # sys.exit of the environment, too: an exit code of 0 is no news for the learner
         queue.report_error(index, traceback.format_exc())
 
 
@@ -1324,32 +1340,6 @@ def flatten_parameters(module):
     for parameter, values, gradient in zip(parameters, flat.detach().split(sizes), flat.grad.split(sizes)):
         parameter.data, parameter.grad = values.view_as(parameter), gradient.view_as(parameter)
     return flat
-
-
-class Adam:
-    """Adam (Kingma & Ba 2015) on one vector: without what torch's spends on groups of parameters, a tenth of a step."""
-
-    def __init__(self, weights, learning_rate, betas=(0.9, 0.999), epsilon=1e-8):
-        self.weights, self.learning_rate, self.betas, self.epsilon = weights, learning_rate, betas, epsilon
-        self.mean, self.square, self.steps = torch.zeros_like(weights), torch.zeros_like(weights), 0
-
-    @torch.no_grad()
-    def step(self):
-        self.steps += 1
-        gradient, (b1, b2) = self.weights.grad, self.betas
-        self.mean.lerp_(gradient, 1 - b1)
-        self.square.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
-        unbias = math.sqrt(1 - b2**self.steps)
-        root = self.square.sqrt().add_(self.epsilon * unbias)
-        self.weights.addcdiv_(self.mean, root, value=-self.learning_rate * unbias / (1 - b1**self.steps))
-
-    def state_dict(self):
-        return {"mean": self.mean, "square": self.square, "steps": self.steps}
-
-    def load_state_dict(self, state):
-        self.mean.copy_(state["mean"])
-        self.square.copy_(state["square"])
-        self.steps = state["steps"]
 
 
 # ---- 6. Mathematics --------------------------------------------------------------------------------------------------
@@ -1564,7 +1554,7 @@ class RunLogger:
         self.config = {key: value for key, value in values.items() if key not in free}
         self.id = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:8]
         names = args.exp_name, args.env_id, f"seed{args.seed}-{self.id}"
-        self.dir = Path(args.run_dir, *(re.sub(r"[^\w.-]+|^\.+", "-", name) for name in names))
+        self.dir = Path(args.run_dir, *(re.sub(r"[^\w.-]+|^\.+", "-", name)[:100] for name in names))
         script = Path(sys.modules[type(args).__module__].__file__)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -1802,8 +1792,9 @@ def evaluate(agent, args):
         obs, running, solved = envs.reset(), np.ones(len(every), bool), np.zeros(len(every), bool)
         returns, lengths = np.zeros(len(every)), np.zeros(len(every), int)
         while running.any():
+            before = envs.beta.copy()
             obs, _, _, _, info = envs.step(np.where(running, agent.act(obs, tasks), -1))
-            achieves = info["task_terminations"][every, tasks] & running
+            achieves = (info["task_terminations"] & ~before)[every, tasks] & running
             returns, lengths = returns + info["task_rewards"][every, tasks] * running, lengths + running
             solved, running = solved | achieves, running & ~achieves & ~info["final_mask"]
         columns = [envs.task_names[task] for task in tasks], returns.tolist(), lengths.tolist(), solved.tolist()
@@ -1846,7 +1837,7 @@ def train(args):
     agent = Agent(envs.obs_shape, envs.num_actions, n, args.hidden_size, args.separate_networks).to(device)
     target = copy.deepcopy(agent)
     weights, target_weights = flatten_parameters(agent), flatten_parameters(target)
-    optimizer = Adam(weights, args.learning_rate)
+    optimizer = torch.optim.Adam([weights], args.learning_rate, fused=True)
     steps_per_update = args.num_steps * E
     folder = run.dir / "replay"
     try:
@@ -1916,14 +1907,14 @@ def train(args):
                 before, global_step = global_step, global_step + len(transition["envs"])
                 ended = transition["terminated"] | transition["truncated"]
                 stats.step(*scatter(E, transition["envs"], transition["reward"].sum(1), ended, np.ones_like(ended)))
-                achieved += transition["next_beta"].sum(0)
+                achieved += (transition["next_beta"] & ~transition["beta"]).sum(0)
                 clock.lap("store")
 
                 # ---- TaPER: each minibatch trains all tasks. This block is the method, with TaskPrioritizedReplay ----
                 due, minibatches = gradient_steps(args, global_step) - gradient_steps(args, before), ()
                 if (
                     due
-                ):  # their minibatches are drawn at once, and their targets computed from the weights as they are now
+                ):  # all minibatches are drawn at once, and their targets computed from the weights as they are now
                     batch = replay.sample(due * B, is_beta)
                     b = {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
                     with torch.no_grad():
@@ -1942,6 +1933,7 @@ def train(args):
                     grad_norm = clip_norm(weights.grad, args.max_grad_norm)
                     optimizer.step()
                     if args.replay in ("per", "taper_td"):
+                        require_finite(td_errors=errors)
                         replay.set_priorities(index.cpu().numpy(), errors.squeeze(2).cpu().numpy())
                     # ---- end of the method ----
                     learned.append((errors, y, grad_norm))

@@ -33,7 +33,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from contextlib import closing, contextmanager, suppress
@@ -137,9 +136,10 @@ class Args:
             raise ValueError(f"--total-timesteps {self.total_timesteps} is less than one update, batch_rollouts {B} x "
                              f"num_steps {self.num_steps} = {self.batch_size}: ask for more")  # fmt: skip
         assign_tasks(self.games, max(P, 1) * E)
-        has_pixels = len(shared_space(self.games)[0].obs_shape) == 3
-        if self.pixel_control_coef and not has_pixels:
-            raise ValueError(f"--pixel-control-coef {self.pixel_control_coef}: {self.env_id} has no pixels")
+        space = shared_space(self.games)[0]
+        has_pixels = len(space.obs_shape) == 3
+        if self.pixel_control_coef and not (has_pixels and space.obs_dtype == np.uint8):
+            raise ValueError(f"--pixel-control-coef {self.pixel_control_coef}: {self.env_id} has no pixels (uint8)")
         if self.network in ("nature", "impala") and not has_pixels:
             raise ValueError(f"--network {self.network} sees images, and {self.env_id} has none: use mlp or auto")
         if self.popart and self.multi_head:
@@ -148,6 +148,13 @@ class Args:
             raise ValueError(f"--max-policy-lag {self.max_policy_lag} leaves {B // E} x {self.max_policy_lag + 1} = "
                              f"{self.num_slots} unrolls at a time for --num-actors {P}: "
                              f"try {-(-P * E // B) - 1} or fewer actors")  # fmt: skip
+        with torch.device("meta"):  # takes no memory
+            parameters = sum(p.numel() for p in Agent(space, len(self.games), self).parameters())
+        size = 4 * parameters * (5 + P)  # learner: weights, gradients, mean squares, a copy to publish; board; actors
+        if size > available_memory():
+            raise ValueError(f"--lstm-size {self.lstm_size} makes a network of {parameters / 1e6:.0f} million weights: "
+                             f"{size / 2**20:.0f} MiB for the learner and the actors, and "
+                             f"{available_memory() / 2**20:.0f} MiB are available")  # fmt: skip
 
     @property
     def num_slots(self):
@@ -295,11 +302,11 @@ def parse_games(env_id):
 
 def split_scale(game):
     """GAME@100 -> GAME, 100.0."""
-    name, _, scale = game.partition("@")
-    try:
-        return name, float(scale or 1)
-    except ValueError:
-        raise ValueError(f"--env-id {game}: what follows @ must be a number, the factor of its rewards") from None
+    name, at, scale = game.partition("@")
+    with suppress(ValueError):
+        if math.isfinite(factor := float(scale if at else 1)):
+            return name, factor
+    raise ValueError(f"--env-id {game}: what follows @ must be a number, the factor of its rewards")
 
 
 def package_of(game):
@@ -349,8 +356,12 @@ def game_space(game):
         return Space((64, 64, 3), np.uint8, 15)
     if package == "deepmind_lab":
         return Space((72, 96, 3), np.uint8, 9, 4)
-    with closing(make_env(game)) as env:
-        obs_space, actions = env.observation_space, env.action_space
+    try:
+        with closing(make_env(game)) as env:
+            obs_space, actions = env.observation_space, env.action_space
+    except Exception as error:  # a package of its own is missing, its observations cannot be flattened, ...
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise ValueError(f"--env-id {game} cannot be made: {reason}") from error
     if not isinstance(actions, gym.spaces.Discrete):
         raise ValueError(f"--env-id {game}: its actions are {actions}; this script takes Discrete")
     return Space(obs_space.shape, np.uint8 if obs_space.dtype == np.uint8 else np.float32, int(actions.n))
@@ -408,17 +419,16 @@ def make_env(game):
     package, name = package_of(game), split_scale(game)[0]
     if package == "deepmind_lab":
         return DMLab(name)
-    if (
-        package == "ale_py"
-    ):  # Mnih et al. 2015: up to 30 no-ops, 4 frames a step, the maximum of the last two, 4 stacked
+    if package == "ale_py":
         import cv2
 
         cv2.setNumThreads(0)  # its threads would fight for the cores of other actors
-        env = gym.make(name, frameskip=1, repeat_action_probability=0.0, full_action_space=True)  # the wrapper skips
+        # Mnih et al. 2015: up to 30 no-ops, 4 frames a step (the wrapper's), the maximum of the last two, 4 stacked.
+        env = gym.make(name, frameskip=1, repeat_action_probability=0.0, full_action_space=True)
         return gym.wrappers.FrameStackObservation(gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4), 4)
     env = gym.make(name, disable_env_checker=True)
-    is_box = isinstance(env.observation_space, gym.spaces.Box)
-    return env if is_box else gym.wrappers.FlattenObservation(env)
+    is_array = isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.shape
+    return env if is_array else gym.wrappers.FlattenObservation(env)
 
 
 class SingleEnvs:
@@ -568,7 +578,7 @@ class MultiTaskEnvs:
         return self.checked(obs, reward), reward, terminated, truncated, info
 
     def checked(self, obs, reward):
-        bad = ~np.isfinite(reward)
+        bad = ~(abs(reward) <= np.finfo(np.float32).max)  # which the learner takes
         if self.obs_dtype == np.float32:
             bad |= ~np.isfinite(obs.reshape(self.num_envs, -1)).all(1)
         if bad.any():
@@ -868,7 +878,10 @@ class Policy(nn.Module):
                                ResidualBlock(after), ResidualBlock(after)]  # fmt: skip
                 layers.append(nn.ReLU())
             layers.append(nn.Flatten())
-            size = nn.Sequential(*layers)(torch.zeros(1, channels, height, width)).shape[1]
+            try:
+                size = nn.Sequential(*layers)(torch.zeros(1, channels, height, width)).shape[1]
+            except RuntimeError:
+                raise ValueError(f"--network {network} needs larger images than {height}x{width}: use impala") from None
         self.torso = nn.Sequential(*layers, layer_init(nn.Linear(size, 256)), relu())
         self.lstm = LSTM(256 + num_actions + 1, lstm_size) if lstm_size else None
         self.num_features = lstm_size or 256
@@ -876,9 +889,11 @@ class Policy(nn.Module):
 
     def forward(self, obs, starts, last_action, last_reward, core):
         flat = obs.flatten(0, 1)
-        if flat.dtype == torch.uint8:
+        if flat.dim() == 4:
             flat = flat.permute(0, 3, 1, 2) if self.channels_last else flat
-            flat = flat.to(torch.float32, memory_format=torch.channels_last).div_(255)  # up to twice as fast on a CPU
+            flat = flat.to(torch.float32, memory_format=torch.channels_last)  # up to twice as fast on a CPU
+        if obs.dtype == torch.uint8:
+            flat = flat.float().div_(255)
         features = self.torso(flat).unflatten(0, starts.shape)
         if self.lstm is not None:
             known = ~starts[..., None]
@@ -1109,15 +1124,18 @@ def take(pipe):
     return int.from_bytes(data, "little")
 
 
-def actor_process(make_actor, index, slots, board, free, full, errors):
-    """Fills free slots for ever."""
-    parent = multiprocessing.parent_process()  # its death ends this process even inside a game or a pipe
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+def actor_process(make_actor, index, slots, board, turns, free, full, errors):
+    """Fills free slots for ever. Its count in `turns` is odd while it waits for one."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: so it ends with its parent, even if stopped
+    if os.getppid() != multiprocessing.parent_process().pid:  # which died before that
+        return
     try:
         torch.set_num_threads(1)
         actor = make_actor(index)
         while True:
+            turns["count"][index] += 1
             start, number = time.perf_counter(), take(free)
+            turns["count"][index] += 1
             slot = slots.record(number)
             slot["wait_s"][...] = time.perf_counter() - start
             actor.fill(slot, board)
@@ -1137,7 +1155,7 @@ class Actors:
     ever dropped. An actor that raised, died or does not answer is a RunError.
     """
 
-    TIMEOUT_S = 600  # for any one unroll
+    TIMEOUT_S = 600  # for an actor's start, and for any one unroll
 
     def __init__(self, make_actor, layout, num_actors, num_slots, batch_slots, max_lag):
         self.make_actor, self.layout, self.num_actors, self.num_slots = make_actor, layout, num_actors, num_slots
@@ -1161,6 +1179,12 @@ class Actors:
         context = multiprocessing.get_context("spawn")  # a fork would copy locks of torch's threads in any state
         atexit.register(self.close)
         (free_out, self.free), (self.full_out, full) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+        if self.num_slots > (most := fcntl.fcntl(self.free, fcntl.F_GETPIPE_SZ) // 4):
+            fix = "ask for more --envs-per-actor or fewer --batch-rollouts"
+            raise RunError(f"{self.num_slots} unrolls at a time, but a pipe takes the numbers of {most}: {fix}")
+        self.turns = SharedMemory({"count": ((), np.int64)}, self.num_actors)
+        self.counts, self.since = np.zeros(self.num_actors, np.int64), np.zeros(self.num_actors)
+        self.clock, self.looked = 0.0, time.monotonic()
         for number in self.issued:
             put(self.free, number)
         # Actors inherit blocked signals: what is sent to the whole group is for this process to answer.
@@ -1169,7 +1193,7 @@ class Actors:
         try:
             for index in range(self.num_actors):
                 errors, remote = context.Pipe(duplex=False)
-                args = make_actor, index, self.slots, self.board, free_out, full, remote
+                args = make_actor, index, self.slots, self.board, self.turns, free_out, full, remote
                 self.processes.append((context.Process(target=actor_process, args=args), errors))
                 self.processes[-1][0].start()
                 remote.close()
@@ -1212,13 +1236,13 @@ class Actors:
             self.actor.fill(self.slots.record(len(self.full)), self.board)
             return len(self.full)
         start = time.perf_counter()
-        if not any(self.wait(1) for _ in range(self.TIMEOUT_S)):  # counted so: a Ctrl-Z that stops all is no time-out
-            raise RunError(f"no actor finished an unroll for {self.TIMEOUT_S} s")
+        while not self.wait(1):
+            pass
         self.wait_s += time.perf_counter() - start
         return take(self.full_out)
 
     def wait(self, seconds):
-        """Whether a slot gets full within this time. RunError for an actor that has ended, whatever others do."""
+        """Whether a slot gets full within this time. RunError if an actor has ended or hangs, whatever others do."""
         ends = {end: index for index, pair in enumerate(self.processes) for end in (pair[0].sentinel, pair[1])}
         found = connection.wait([self.full_out, *ends], seconds)
         for index in (ends[end] for end in found if end in ends):
@@ -1228,6 +1252,13 @@ class Actors:
                 if errors.poll():
                     raise RunError(f"actor {index} failed: {errors.recv().removeprefix('error: ')}")
             raise RunError(f"actor {index} (process {process.pid}) died with exit code {process.exitcode}")
+        now, counts = time.monotonic(), self.turns["count"].copy()
+        self.clock, self.looked = self.clock + min(now - self.looked, 60), now  # a Ctrl-Z that stops all is no time-out
+        self.since[(counts != self.counts) | (counts % 2 == 1)] = self.clock
+        self.counts, index = counts, self.since.argmin()
+        if self.clock - self.since[index] > self.TIMEOUT_S:
+            pid = self.processes[index][0].pid
+            raise RunError(f"actor {index} (process {pid}) hangs: no unroll of it for {self.TIMEOUT_S} s")
         return bool(found)
 
     def publish(self, weights):
@@ -1499,7 +1530,7 @@ class RunLogger:
         self.config = {key: value for key, value in values.items() if key not in free}
         self.id = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:8]
         names = args.exp_name, args.env_id, f"seed{args.seed}-{self.id}"
-        self.dir = Path(args.run_dir, *(re.sub(r"[^\w.-]+|^\.+", "-", name) for name in names))
+        self.dir = Path(args.run_dir, *(re.sub(r"[^\w.-]+|^\.+", "-", name)[:100] for name in names))
         script = Path(sys.modules[type(args).__module__].__file__)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -1729,24 +1760,25 @@ def require_finite(**tensors):
 def evaluate(policy, args):
     """Plays args.eval_episodes episodes of each game in environments of their own, seeded by args.eval_seed alone: one
     policy for all, which is not told the game. Returns a row per episode: the game as `level`, raw return, length."""
-    tasks = np.repeat(np.arange(len(args.games)), args.eval_episodes)
-    *seeds, action_seed = np.random.SeedSequence(args.eval_seed).spawn(len(tasks) + 1)
-    device, E = next(policy.parameters()).device, len(tasks)
+    E, device, rows = args.eval_episodes, next(policy.parameters()).device, []
+    *seeds, action_seed = np.random.SeedSequence(args.eval_seed).spawn(len(args.games) * E + 1)
     generator = torch.Generator(device).manual_seed(int(action_seed.generate_state(1)[0]))
-    with closing(MultiTaskEnvs(args.games, tasks, seeds)) as envs:
-        obs, core, running = envs.reset(), policy.initial_core(E).to(device), np.ones(E, bool)
-        starts, action, reward = np.ones(E, bool), np.zeros(E, np.int64), np.zeros(E, np.float32)
-        returns, lengths = np.zeros(E), np.zeros(E, np.int64)
-        while running.any():
-            inputs = (torch.from_numpy(array)[None].to(device) for array in (obs, starts, action, reward))
-            logits, _, core = policy(*inputs, core)
-            action = sample(logits[0], None if args.eval_greedy else generator).cpu().numpy()
-            obs, reward, terminated, truncated, info = envs.step(action)
-            returns, lengths = returns + reward * running, lengths + running
-            running &= ~(terminated | truncated)
-            starts, reward = info["starts"], reward.astype(np.float32)
-    return [{"split": "eval", "level": args.games[task], "return": float(total), "length": int(length)}
-            for task, total, length in zip(tasks, returns, lengths)]  # fmt: skip
+    for task, game in enumerate(args.games):  # in turn: none is played on until the longest of all ends
+        with closing(MultiTaskEnvs(args.games, [task] * E, seeds[task * E : (task + 1) * E])) as envs:
+            obs, core, running = envs.reset(), policy.initial_core(E).to(device), np.ones(E, bool)
+            starts, action, reward = np.ones(E, bool), np.zeros(E, np.int64), np.zeros(E, np.float32)
+            returns, lengths = np.zeros(E), np.zeros(E, np.int64)
+            while running.any():
+                inputs = (torch.from_numpy(array)[None].to(device) for array in (obs, starts, action, reward))
+                logits, _, core = policy(*inputs, core)
+                action = sample(logits[0], None if args.eval_greedy else generator).cpu().numpy()
+                obs, reward, terminated, truncated, info = envs.step(action)
+                returns, lengths = returns + reward * running, lengths + running
+                running &= ~(terminated | truncated)
+                starts, reward = info["starts"], reward.astype(np.float32)
+        rows += [{"split": "eval", "level": game, "return": float(total), "length": int(length)}
+                 for total, length in zip(returns, lengths)]  # fmt: skip
+    return rows
 
 
 def summarize(rows):

@@ -1579,7 +1579,7 @@ class RunLogger:
         self.config = {key: value for key, value in values.items() if key not in free}
         self.id = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:8]
         names = args.exp_name, args.env_id, f"seed{args.seed}-{self.id}"
-        self.dir = Path(args.run_dir, *(re.sub(r"[^\w.-]+|^\.+", "-", name) for name in names))
+        self.dir = Path(args.run_dir, *(re.sub(r"[^\w.-]+|^\.+", "-", name)[:100] for name in names))
         script = Path(sys.modules[type(args).__module__].__file__)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)

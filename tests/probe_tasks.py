@@ -1,6 +1,7 @@
 """Tiny environments with several tasks and known answers, for --env-id probe_tasks:<name>-v0."""
 
 import os
+import sys
 import time
 
 import gymnasium as gym
@@ -9,7 +10,7 @@ import numpy as np
 
 class CountTasks(gym.Env):
     """Counts its steps from 0: task j ends at the multiples of j + 2. `fault`, at the 7th step of the
-    episode: raise, hang, die, or what it does to the task vectors."""
+    episode: raise, hang, die, exit, or what it does to the task vectors or the observation; held: all always hold."""
 
     observation_space, action_space = gym.spaces.Box(0, 1e6, (1,), np.float32), gym.spaces.Discrete(2)
 
@@ -19,7 +20,7 @@ class CountTasks(gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.t = 0
-        return np.zeros(1, np.float32), {"task_terminations": np.ones(self.n, bool)}
+        return np.zeros(1, np.float32), {"task_terminations": np.ones(self.n + (self.fault == "reset"), bool)}
 
     def step(self, action):
         self.t += 1
@@ -32,16 +33,31 @@ class CountTasks(gym.Env):
             time.sleep(1000)
         if faulty and self.fault == "die":
             os._exit(7)
+        if faulty and self.fault == "exit":
+            sys.exit(0)
+        if faulty and self.fault == "strings":
+            rewards = ["a", "b"]
+        if faulty and self.fault == "float":
+            ends = ends.astype(float)
+        if self.fault == "held":
+            rewards, ends = np.zeros(self.n), np.ones(self.n, bool)
         if faulty and self.fault == "nan":
             rewards[1] = np.nan
         if faulty and self.fault == "grow":
             rewards, ends = np.zeros(3), np.zeros(3, bool)
         if faulty and self.fault == "unequal":
             rewards = np.zeros(3)
-        return np.full(1, self.t, np.float32), 0.0, False, False, {"task_rewards": rewards, "task_terminations": ends}
+        size = 1 + (faulty and self.fault == "shape")
+        return (
+            np.full(size, self.t * (size == 1), np.float32),
+            0.0,
+            False,
+            False,
+            {"task_rewards": rewards, "task_terminations": ends},
+        )
 
 
 gym.register("Tasks-v0", "probe_tasks:CountTasks")
 gym.register("NoTask-v0", "probe_tasks:CountTasks", kwargs={"n": 0})
-for _fault in ("raise", "hang", "die", "nan", "grow", "unequal"):
+for _fault in ("raise", "hang", "die", "exit", "nan", "grow", "unequal", "reset", "strings", "float", "held", "shape"):
     gym.register(f"Tasks-{_fault}-v0", "probe_tasks:CountTasks", kwargs={"fault": _fault})

@@ -275,6 +275,48 @@ def test_the_lstm_is_nn_lstm_cleared_where_episodes_start():
         torch.testing.assert_close(last[:, env], torch.cat([h, c]))
 
 
+@torch.no_grad()
+def test_evaluation_is_one_game_after_another_played_by_itself():
+    """Against a loop over single environments, with a random policy whose memory matters; no generator of the run is
+    touched, and a second evaluation is the same."""
+    args = parse("--env-id probe_envs:Recall-v0@10,CartPole-v1 --eval-episodes 5 --eval-greedy --lstm-size 8")
+    torch.manual_seed(0)
+    policy = impala.Policy(impala.shared_space(args.games)[0], "mlp", 8)
+    for layer in (policy.head, policy.lstm.hidden, policy.lstm.inputs):
+        torch.nn.init.normal_(layer.weight, std=3)
+    before, rows = torch.get_rng_state(), impala.evaluate(policy, args)
+    assert rows == impala.evaluate(policy, args) and torch.equal(before, torch.get_rng_state())
+    seeds, expected = np.random.SeedSequence(args.eval_seed).spawn(11), []
+    for k, seed in enumerate(seeds[:10]):
+        env = impala.Episodes(impala.gym.make(args.games[k // 5].split("@")[0]), seed)
+        obs, columns, core = env.reset()[0], slice(0, 2) if k < 5 else slice(2, 6), torch.zeros(2, 1, 8)
+        total, length, ended, action, reward = 0.0, 0, False, 0, 0.0
+        while not ended:
+            padded = torch.zeros(1, 1, 6)
+            padded[..., columns] = torch.as_tensor(obs)
+            inputs = [torch.tensor([[x]]) for x in (length == 0, action, reward)]
+            logits, _, core = policy(padded, *inputs, core)
+            action = int(logits.argmax())
+            obs, reward, terminated, truncated, _ = env.step(action)
+            reward *= 10 if k < 5 else 1
+            total, length, ended = total + reward, length + 1, terminated or truncated
+        expected.append({"split": "eval", "level": args.games[k // 5], "return": total, "length": length})
+    assert rows == expected and len({row["length"] for row in rows[5:]}) > 1
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((4,), np.uint8), ((6, 7), np.uint8), ((10, 10, 4), np.float32)])
+def test_a_policy_sees_any_array(shape, dtype):
+    """Bytes count as parts of 255, and images may have their channels last, also as floats."""
+    torch.manual_seed(0)
+    policy = impala.Policy(impala.Space(shape, dtype, 2), lstm_size=0)
+    obs = torch.randint(256, (2, 3, *shape))
+    starts, zeros = torch.zeros(2, 3, dtype=torch.bool), torch.zeros(2, 3, dtype=torch.int64)
+    floats = policy(obs / 255, starts, zeros, zeros.float(), None)[0]
+    if dtype == np.uint8:
+        torch.testing.assert_close(policy(obs.to(torch.uint8), starts, zeros, zeros.float(), None)[0], floats)
+    assert floats.shape == (2, 3, 2) and floats.isfinite().all()
+
+
 # ---- Faults ----------------------------------------------------------------------------------------------------------
 
 
@@ -319,11 +361,31 @@ def test_what_is_not_finite_ends_the_run_by_name(arguments, words, tmp_path):
 
 
 def test_memory_that_does_not_suffice_is_told_before_it_is_taken(monkeypatch, tmp_path):
+    args = parse(TINY, f"--run-dir {tmp_path} --num-actors 2 --num-steps 100")
     monkeypatch.setattr(impala, "available_memory", lambda: 2**14)
     with pytest.raises(impala.RunError) as caught:
-        train(tmp_path, "--num-actors 2 --num-steps 100")
+        impala.train(args)
     for words in ("6 unrolls take", "MiB of shared memory", "obs", "0 MiB are available", "--envs-per-actor"):
         assert words in caught.value.code
+
+
+def test_an_actor_that_hangs_is_named_though_the_other_delivers():
+    actors = make_actors(2, 6, 1, None)
+    with contextlib.closing(actors):
+        actors.start(weights_of(0), 0)
+        while (actors.counts == 0).any():  # until both have started
+            actors.batch()
+        os.kill(actors.processes[1][0].pid, signal.SIGSTOP)
+        actors.TIMEOUT_S, start = 3, time.monotonic()
+        with pytest.raises(impala.RunError, match=r"actor 1 \(process \d+\) hangs: no unroll of it for 3 s"):
+            while time.monotonic() < start + 60:
+                actors.batch()
+
+
+def test_more_unrolls_than_a_pipe_can_number_are_refused():
+    actors = make_actors(1, 2**18 + 1, 2, None, num_steps=1, num_envs=1)
+    with contextlib.closing(actors), pytest.raises(impala.RunError, match="262145 unrolls at a time, but a pipe"):
+        actors.start(weights_of(0), 0)
 
 
 def shm():
@@ -506,6 +568,9 @@ def test_a_member_of_a_population_goes_on_with_other_settings(tmp_path):
         ({"gamma": 1.5}, "--gamma 1.5: it must be a number between 0 and 1"),
         ({"num_actors": -1}, "--num-actors -1: it must be a number at least 0"),
         ({"learning_rate": np.nan}, "--learning-rate nan"),
+        ({"lstm_size": 10**6}, "--lstm-size 1000000 makes a network of 4001054 million weights"),
+        ({"env_id": "probe_envs:TinyImage-v0", "network": "nature"}, "--network nature needs larger images than 8x8"),
+        ({"env_id": "probe_envs:TinyImage-v0", "pixel_control_coef": 1}, "at least 32x32 pixels, not 8x8"),
     ],
 )
 def test_wrong_arguments_are_named_with_what_works(change, words):

@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "algos").glob("*.py"))
 TWO_UPDATES = {  # arguments with which a script makes exactly two updates
+    "appo_pfsp.py": "--env-id rps --num-actors 1 --envs-per-actor 4 --batch-rollouts 4 --num-steps 8 "
+    "--log-interval 1 --eval-episodes 2 --total-timesteps 64",
     "dqn_taper.py": "--env-id two-rooms-rare --num-envs 2 --num-steps 16 --learning-starts 16 --batch-size 8 "
     "--eval-episodes 2 --total-timesteps 64",
     "impala_popart.py": "--suite mixed --num-actors 1 --envs-per-actor 4 --batch-rollouts 4 --num-steps 8 "

@@ -544,6 +544,14 @@ def test_priorities_of_overwritten_transitions_are_left_out():
         assert (after[index[index >= 4]] == 7.01).all()
 
 
+def test_each_part_of_a_batch_is_drawn_from_all():
+    for kind in KINDS:
+        replay = make(1000, kind=kind, T=10, alpha=0.0)
+        fill(replay, 1000)
+        first = np.concatenate([replay.sample(128)["index"][:32] for _ in range(50)])
+        assert first.mean() == pytest.approx(500, abs=60), kind
+
+
 def test_ramp():
     assert [taper.ramp(x, 0.0, 1.0, 0.5) for x in (0, 0.001, 0.005, 0.25, 0.499, 0.5, 1)] == [
         0,
@@ -722,11 +730,12 @@ def test_another_future_than_the_lost_one(tmp_path):
     assert [row["next_obs"].tolist() for _, row in sorted(rows_by_number(replay).items())] == [[0, 1], [1, 1], [1, 2]]
 
 
-def test_a_state_whose_files_are_gone_is_refused(tmp_path):
+@pytest.mark.parametrize("gone", ["*", "extra.*", "rows.*"])
+def test_a_state_whose_files_are_gone_is_refused(tmp_path, gone):
     replay = make(50, folder=tmp_path)
     fill(replay, 20)
     state = saved(replay.state_dict())
-    for path in tmp_path.iterdir():
+    for path in tmp_path.glob(gone):
         path.unlink()
     with pytest.raises(ValueError, match="no longer holds (19|20) of the 20 transitions .* its files were removed, or"):
         make(50, folder=tmp_path).load_state_dict(state)

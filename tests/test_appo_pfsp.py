@@ -1,0 +1,502 @@
+"""algos/appo_pfsp.py: learning, the league, seats, unrolls, faults, resume. Its games and measures: test_games.py."""
+
+import contextlib
+import gc
+import os
+import signal
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import tyro
+from test_games import openspiel
+from test_runs import Run, assert_same, restored_signals  # noqa: F401
+
+from algos import appo_pfsp as appo
+
+TINY = ("--env-id tic_tac_toe --envs-per-actor 8 --batch-rollouts 16 --num-steps 5 --hidden-size 16 --log-interval 1 "
+        "--league-size 4 --snapshot-interval 2 --num-minibatches 2 --eval-episodes 2 --progress none "
+        "--total-timesteps 800 ")  # 10 updates of 80 steps  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    torch.set_num_threads(1)  # as `train` does
+    nash_conv = appo.nash_conv  # of tic-tac-toe it takes 15 s and 1 GB
+    monkeypatch.setattr(appo, "plot_payoff", lambda payoff, labels, path: path.touch())  # see test_games.py
+    monkeypatch.setattr(appo, "nash_conv", lambda name, *league: name == "tic_tac_toe" or nash_conv(name, *league))
+
+
+def parse(*arguments):
+    return tyro.cli(appo.Args, args=[word for argument in arguments for word in argument.split()])
+
+
+def train(folder, *arguments):
+    try:
+        appo.train(parse(TINY, f"--run-dir {folder}", *arguments))
+    finally:
+        gc.collect()
+    return Run(folder)
+
+
+# ---- It learns -------------------------------------------------------------------------------------------------------
+
+RPS = ("--env-id rps --opponents fsp --self-play-share 0 --envs-per-actor 256 --batch-rollouts 256 --num-steps 1 "
+       "--num-minibatches 1 --hidden-size 16 --learning-rate 0.02 --no-anneal-lr --ent-coef 0.3 --snapshot-interval 4 "
+       "--league-size 100 --league-opponents 16 --num-actors 0 --progress none --total-timesteps 51200 "
+       "--eval-episodes 2")  # fmt: skip
+
+
+def average_policy(run, args):
+    """The mean of the snapshots' probabilities, a row per seat."""
+    state = torch.load(run.checkpoints()[-1], weights_only=True)
+    weights = [x.numpy() for x in state["league"]["curriculum"]["agents"]]
+    policies = appo.snapshot_policies(weights, args)
+    return np.mean([policy(np.eye(2, dtype=np.float32), np.ones((2, 3), bool)) for policy in policies], 0)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
+def test_the_average_of_fictitious_self_play_approaches_one_third_each(seed, tmp_path):
+    args = parse(RPS, f"--seed {seed} --run-dir {tmp_path}")
+    result = appo.train(args)
+    np.testing.assert_allclose(average_policy(Run(tmp_path), args), 1 / 3, atol=0.05)
+    assert result["eval/nash_conv_average"] < 0.1
+
+
+@openspiel
+def test_it_learns_to_win_at_poker(tmp_path):
+    result = appo.train(parse(
+        "--env-id kuhn_poker --num-actors 1 --envs-per-actor 64 --batch-rollouts 64 --num-steps 8 --hidden-size 32 "
+        f"--total-timesteps 40000 --learning-rate 0.01 --update-epochs 4 --eval-episodes 2000 "
+        f"--progress none --run-dir {tmp_path}"
+    ))  # fmt: skip
+    assert result["eval/return_mean"] > 0.1 and result["eval/nash_conv"] < 0.7  # uniform: 0, 0.92
+
+
+# ---- League ----------------------------------------------------------------------------------------------------------
+
+
+def make_league(*arguments):
+    args = parse(TINY, "--num-actors 0", *arguments)
+    return appo.League(args, appo.acting_agent(args)[1], np.random.SeedSequence(0)), args
+
+
+def drawn(league, count=4000):
+    """Opponents from the queue."""
+    found = []
+    while len(found) < count:
+        league.deal()
+        found += [league.queue.get_task(0)[1] for _ in range(league.ahead)]
+    return np.array(found)
+
+
+@pytest.mark.parametrize("weighting", ["hard", "var", "linear", "linear_capped", "argmax"])
+def test_opponents_are_drawn_where_the_formula_puts_the_mass(weighting):
+    league, args = make_league(f"--pfsp-weighting {weighting} --pfsp-uniform 0.2 --self-play-share 0.25 "
+                               "--pfsp-prior-games 0 --pfsp-decay 1 --league-size 3")  # fmt: skip
+    for update in (1, 3):
+        league.grow(update, np.zeros_like(league.snapshots[0]))
+    opponent = torch.tensor([[0, 1, 2]]).repeat(10, 1)
+    wins = torch.arange(10)[:, None] < torch.tensor([9, 5, 2])
+    league.record({"terminated": torch.ones(10, 3, dtype=torch.bool), "opponent": opponent,
+                   "episode_return": torch.where(wins, 1.0, -1.0).double()})  # fmt: skip
+    x = np.array([0.9, 0.5, 0.2])
+    mass = {"hard": (1 - x) ** 2, "var": x * (1 - x), "linear": 1 - x, "linear_capped": np.minimum(0.5, 1 - x),
+            "argmax": np.array([0, 0, 1.0])}[weighting]  # fmt: skip
+    expected = 0.8 * mass / mass.sum() + 0.2 / 3
+    row = league.metrics()
+    for i in range(3):
+        assert row[f"league/{i}/probability"] == pytest.approx(expected[i])
+        assert row[f"league/{i}/win_rate"] == pytest.approx(x[i])
+    shares = np.bincount(drawn(league) + 1, minlength=4) / 4000
+    np.testing.assert_allclose(shares, [0.25, *0.75 * expected], atol=0.03)
+
+
+@pytest.mark.parametrize("opponents", ["fsp", "pfsp"])
+def test_a_full_league_evicts_and_keeps_the_first(opponents):
+    """SP-06: at most 3 of 10 snapshots are held; who was evicted is neither drawn nor on the shelf."""
+    league, _ = make_league(f"--opponents {opponents} --league-size 3 --self-play-share 0 --pfsp-uniform 0.5")
+    league.start()
+    size, gone = len(league.snapshots[0]), set()
+    for update in range(1, 20, 2):
+        if update == 13:  # the newest snapshots are the easiest by far
+            for _ in range(30):
+                league.curriculum.update_winrate(league.curriculum.opponents[-1], 1.0)
+        before, last = set(league.snapshots), league.curriculum.opponents[-1]
+        league.grow(update, np.full(size, update, np.float32))
+        assert len(league.snapshots) <= 3 and 0 in league.snapshots
+        gone |= before - set(league.snapshots)
+        assert (update == 13 and opponents == "pfsp") == (last in gone and last == max(gone) and update == 13)
+        drawn(league, league.ahead)  # what was drawn before
+        assert set(drawn(league, 300)) <= set(league.snapshots)
+    out = np.empty(size, np.float32)
+    assert len(gone) == 8 and not any(league.shelf.read(i, out) for i in gone)
+    for i, weights in league.snapshots.items():
+        assert league.shelf.read(i, out) and (out == weights).all()
+
+
+def test_results_are_the_learners_and_draws_count_half():
+    """SP-04; games against the newest weights and against who was evicted count for nobody."""
+    league, _ = make_league("--pfsp-prior-games 0 --pfsp-decay 1")
+    league.grow(1, np.zeros_like(league.snapshots[0]))
+    returns = torch.tensor([[2.0, -1.0, 0.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
+    ended = torch.tensor([[True, True, True, False, True, True]])
+    opponent = torch.tensor([[0, 1, 0, 1, appo.NEWEST, 7]])
+    league.record({"terminated": ended, "opponent": opponent, "episode_return": returns})
+    assert league.curriculum.win_rates().tolist() == [0.75, 0.0] and league.curriculum.metrics()["games"] == 3
+
+
+def test_snapshots_come_by_time_or_by_winning_against_all():
+    league, _ = make_league("--snapshot-interval 5 --snapshot-win-rate 0.7 --league-size 10")
+    weights = np.zeros_like(league.snapshots[0])
+    for update in range(4):
+        league.grow(update, weights)
+        assert len(league.snapshots) == 1
+    league.grow(4, weights)
+    assert len(league.snapshots) == 2
+    for opponent, won in ((0, True), (1, False), (1, True)):
+        for _ in range(150):
+            league.curriculum.update_winrate(opponent, float(won))
+        league.grow(5, weights)
+        assert len(league.snapshots) == 2 + (opponent == 1 and won)
+    assert league.newest == 6
+
+
+def test_a_reader_never_has_half_a_snapshot():
+    """While a snapshot is being replaced it is gone, also for a reader that came before."""
+    shelf, out = appo.Shelf(2, 4), np.zeros(4, np.float32)
+    assert not shelf.read(0, out)
+    shelf.hold({0: np.zeros(4), 1: np.ones(4)})
+    shelf.hold({0: np.zeros(4), 2: np.full(4, 2)})
+    assert [shelf.read(i, out) for i in range(4)] == [True, False, True, False]
+
+    class Replaced(np.ndarray):
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            shelf.memory["sequence"][1] += 1  # the writer comes in between
+
+    assert not shelf.read(2, out.view(Replaced)) and shelf.read(0, out)
+
+
+# ---- Unrolls ---------------------------------------------------------------------------------------------------------
+
+
+def make_actor(*arguments, draws=(0,)):
+    """An actor whose league holds snapshots 0 (plays its first action), 1 (its second one) and 2 (fresh weights); its
+    unrolls draw the opponents `draws` in turn."""
+    args = parse(TINY, "--num-actors 0", *arguments)
+    torch.manual_seed(0)
+    weights = [constant(args, 0), constant(args, 1), appo.flat_weights(appo.Agent(*appo.game_spec(args.env_id), args))]
+    shelf, queue = appo.Shelf(4, len(weights[0])), appo.SyncQueue(1, task_shape=(2,), prefetch=1000)
+    shelf.hold(dict(enumerate(weights)))
+    for task in np.resize([(0, draw) for draw in draws], (1000, 2)):
+        queue.put_task(0, task)
+    return appo.make_actor(args, np.random.SeedSequence(0), shelf, queue, 0, 0), args, weights
+
+
+def constant(args, action):
+    """Weights of an agent that likes nothing but one action."""
+    agent, weights = appo.acting_agent(args)
+    agent.policy.bias.data[action] = 100
+    return weights
+
+
+def unrolls(actor, args, weights, count):
+    board, found = appo.Board(len(weights)), []
+    board.write(weights, 1)
+    for _ in range(count):
+        slot = {name: np.zeros(shape, dtype) for name, (shape, dtype) in actor.layout(args).items()}
+        actor.fill(slot, board)
+        found.append(slot)
+    return found
+
+
+def test_each_seat_plays_with_its_own_policy_and_only_the_learner_is_recorded():
+    """SP-08, SP-09: the learner always plays rock, its opponent paper, in both seats; each game is one step of the
+    learner, which ends with the opponent's move."""
+    actor, args, weights = make_actor("--env-id biased_rps", draws=[1])
+    step, played = actor.envs.step, []
+
+    def spy(actions, games):
+        played.extend(zip(actor.envs.player[games].tolist(), actor.seat[games].tolist(), np.array(actions).tolist()))
+        return step(actions, games)
+
+    actor.envs.step = spy
+    for slot in unrolls(actor, args, weights[0], 6):
+        assert not slot["action"].any() and slot["terminated"].all() and slot["starts"].all()
+        assert (slot["reward"] == -1).all() and (slot["episode_return"] == -1).all()
+        assert (slot["episode_length"] == 1).all() and (slot["opponent"] == 1).all()
+        assert 0.2 < slot["obs"][..., 0].mean() < 0.8 and (slot["obs"].sum(-1) == 1).all()  # its own seat, each one
+        assert np.exp(slot["logprob"]).min() > 0.99
+    assert {(player == seat, action) for player, seat, action in played} == {(True, 0), (False, 1)}
+    assert len({(player, seat) for player, seat, _ in played}) == 4
+
+
+@pytest.mark.parametrize("name", ["tic_tac_toe", "connect_four", pytest.param("leduc_poker", marks=openspiel)])
+def test_a_step_goes_from_the_learners_turn_to_its_next(name):
+    actor, args, weights = make_actor(f"--env-id {name} --num-steps 40", draws=[0, 2])
+    first, second = unrolls(actor, args, weights[2], 2)
+    for row in ("obs", "legal", "starts"):
+        np.testing.assert_array_equal(first[row][-1], second[row][0])
+    b = {key: np.concatenate([first[key][:40], second[key][:40]]) for key in first if first[key].ndim > 1}
+    T, E = b["action"].shape[:2]
+    assert np.take_along_axis(b["legal"][:T], b["action"][..., None], 2).all()
+    np.testing.assert_array_equal(b["terminated"][:-1], b["starts"][1:T])
+    assert not b["reward"][~b["terminated"]].any() and b["reward"][b["terminated"]].std() > 0
+    np.testing.assert_array_equal(b["reward"][b["terminated"]], b["episode_return"][b["terminated"]])
+    assert set(np.unique(b["opponent"][:40])) == {0, 2} and b["starts"][0].all()
+    for t, e in np.ndindex(T - 1, E):
+        length = b["episode_length"][t, e]
+        if b["terminated"][t, e] and t + 1 >= length:
+            assert b["starts"][t + 1 - length, e] and not b["starts"][t + 2 - length : t + 1, e].any()
+        if not b["terminated"][t, e]:
+            assert b["opponent"][t, e] == b["opponent"][t + 1, e]
+        if name == "leduc_poker":  # the tensor tells the player, first and last
+            assert b["terminated"][t, e] or (b["obs"][t, e, [0, -1]] == b["obs"][t + 1, e, [0, -1]]).all()
+            continue
+        own, other = (b["obs"][t + 1, e] - b["obs"][t, e]).reshape(2, -1)
+        if b["terminated"][t, e]:
+            assert b["obs"][t + 1, e, 0].sum() == 0 and b["obs"][t + 1, e, 1].sum() in (0, 1)
+        else:
+            assert own.sum() == other.sum() == 1 and own.min() == other.min() == 0
+            cell = own.argmax() % 7 if name == "connect_four" else own.argmax()
+            assert cell == b["action"][t, e]
+
+
+@pytest.mark.parametrize("lstm_size", [0, 8])
+def test_the_recorded_policy_is_the_one_that_acted(lstm_size):
+    """SYN-11, with illegal moves out of reach in acting and learning, and a memory that ends with the game."""
+    actor, args, weights = make_actor(f"--lstm-size {lstm_size}", draws=[0, 1])
+    agent = appo.Agent(*appo.game_spec("tic_tac_toe"), args)
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(weights[2]), agent.parameters())
+    core = torch.zeros(2, 8, lstm_size)
+    for slot in unrolls(actor, args, weights[2], 4):
+        np.testing.assert_allclose(slot["core"], core, atol=1e-6)
+        inputs = (torch.from_numpy(slot[name][:-1]) for name in ("obs", "legal", "starts"))
+        logits, _, core = agent(*inputs, torch.from_numpy(slot["core"]))
+        core, log_pi = core.detach().numpy(), logits.log_softmax(-1)
+        found = log_pi.gather(-1, torch.from_numpy(slot["action"])[..., None])[..., 0]
+        np.testing.assert_allclose(slot["logprob"], found.detach(), atol=1e-5)
+        illegal = ~torch.from_numpy(slot["legal"][:-1])
+        assert illegal.any() and (log_pi.exp()[illegal] == 0).all()
+        logits.logsumexp(-1).sum().backward()
+        assert all(torch.isfinite(p.grad).all() for p in agent.parameters() if p.grad is not None)
+
+
+def test_a_snapshot_that_left_the_league_plays_its_games_to_the_end_and_no_others():
+    """And where it is drawn before it leaves, the newest weights play instead."""
+    actor, args, weights = make_actor("--env-id connect_four --num-steps 2", draws=[1, *[0] * 47, *[1, 0, 0, 0] * 40])
+    unrolls(actor, args, weights[2], 1)
+    actor.shelf.hold({0: weights[0], 5: weights[2]})
+    rows = np.concatenate([slot["opponent"] for slot in unrolls(actor, args, weights[2], 30)])
+    assert (rows[0] == 1).any() and (np.diff((rows == 1).sum(1)) <= 0).all()
+    assert set(rows[-1].tolist()) == {0, appo.NEWEST}
+
+
+# ---- Mathematics -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_the_importance_weight_counts_once(parity):
+    """Targets of V-trace (Espeholt et al. 2018, eq. 1) by hand; parity multiplies the advantage by the weight."""
+    rng = np.random.default_rng(0)
+    (T, B), gamma, c_bar = (6, 3), 0.9, 0.8
+    logprob, behaviour, rewards, values = rng.normal(size=(4, T, B))
+    next_value, terminated = rng.normal(size=B), rng.random((T, B)) < 0.3
+    tensors = (torch.tensor(x) for x in (logprob, behaviour, rewards, values, next_value, terminated))
+    targets, advantages = appo.appo_targets(*tensors, gamma, 1.0, c_bar, parity)
+    rho = np.exp(logprob - behaviour)
+    for b in range(B):
+        following, target = next_value[b], next_value[b]
+        for t in reversed(range(T)):
+            if terminated[t, b]:
+                following = target = 0.0
+            advantage = rewards[t, b] + gamma * target - values[t, b]
+            delta = min(1, rho[t, b]) * (rewards[t, b] + gamma * following - values[t, b])
+            target = values[t, b] + delta + gamma * min(c_bar, rho[t, b]) * (target - following)
+            following = values[t, b]
+            assert targets[t, b].item() == pytest.approx(target)
+            weight = min(1, rho[t, b]) if parity else 1
+            assert advantages[t, b].item() == pytest.approx(weight * advantage)
+
+
+# ---- Runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_actors", [1, 2])
+def test_a_run_with_actors_leaves_what_is_documented(num_actors, tmp_path):
+    more = "--lstm-size 8 --openings 2" if num_actors == 2 else ""
+    run = train(tmp_path, f"--num-actors {num_actors}", more)
+    rows = run.rows()
+    names = {"charts": "episodic_return episodic_length episodes SPS learning_rate update",
+             "losses": "policy_loss value_loss entropy approx_kl clipfrac explained_variance grad_norm",
+             "async": "policy_lag_mean policy_lag_max policy_lag_sent queue_depth learner_wait_s actor_wait_s dropped",
+             "perf": "collect_s update_s dead_steps",
+             "curriculum": "opponents newest_opponent effective_opponents games win_rate_mean win_rate_min rating",
+             "league/0": "win_rate probability rating"}  # fmt: skip
+    always = {f"{group}/{name}" for group, text in names.items() for name in text.split()}
+    assert all(always <= row.keys() for row in rows) and len(rows) == 10
+    assert rows[-1]["global_step"] == 800 and rows[-1]["curriculum/opponents"] >= 4
+    measured = {f"eval/{rival}/{name}" for rival in ("random", "minimax") for name in ("score", "losses")}
+    assert measured | {"eval/return_mean", "eval/length_mean"} <= rows[-1].keys()
+    evals = run.rows("eval.jsonl")
+    assert [(row["level"], row["seat"]) for row in evals] == [(r, s) for r in ("random", "minimax") for s in (0, 1)]
+    assert (run.dir / "payoff.png").exists() == (num_actors == 1) == ("eval/elo" in run.json("result.json"))
+    if num_actors == 1:
+        table = run.json("payoff.json")
+        assert len(table["labels"]) == len(table["elo"]) == len(table["payoff"]) >= 4 and table["elo"][0] == 1000
+
+
+@contextlib.contextmanager
+def stopping_at(update):
+    """Ends a run in the middle of an update, as a kill would: what is not in a checkpoint is lost."""
+    original = appo.Actors.batch
+
+    def batch(self):
+        if self.version == update:
+            raise KeyboardInterrupt
+        return original(self)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(appo.Actors, "batch", batch)
+        yield
+
+
+def state(run):
+    """The newest checkpoint's without times."""
+    found = run.state()
+    for row in found["window"]["rows"]:
+        for name in [name for name in row if name.startswith("perf/")]:
+            del row[name]
+    return found
+
+
+@pytest.mark.parametrize("more", ["", "--lstm-size 8 --env-id connect_four --openings 3 --opponents fsp"])
+def test_the_synchronous_form_repeats_and_resumes_to_the_bit(more, tmp_path):
+    """SP-05, SP-07: with the snapshots, their records and ratings, the draws that wait and the games underway."""
+    arguments = "--num-actors 0 --checkpoint-interval 3 --num-steps 3 --total-timesteps 480 --league-size 3", more
+    straight = train(tmp_path / "straight", *arguments)
+    with stopping_at(8):
+        train(tmp_path / "stopped", *arguments)
+    stopped = train(tmp_path / "stopped", *arguments)
+    a, b = state(straight), state(stopped)
+    assert len(a["league"]["curriculum"]["agents"]) == 3 and a["league"]["curriculum"]["next_id"] > 4
+    assert a["league"]["curriculum"]["rating"] != 1000
+    assert_same(a, b)
+    assert straight.repeatable() == stopped.repeatable()
+    assert straight.rows("eval.jsonl") == stopped.rows("eval.jsonl")
+    other = train(tmp_path / "other", *arguments, "--seed 2")
+    assert other.rows()[0]["losses/entropy"] != straight.rows()[0]["losses/entropy"]
+
+
+def test_a_league_outlives_its_actors(tmp_path):
+    """With actor processes new games begin; snapshots, records and ratings go on."""
+    arguments = "--num-actors 1 --checkpoint-interval 1"
+    with stopping_at(6):
+        train(tmp_path, arguments)
+    before = torch.load(Run(tmp_path).checkpoints()[-1], weights_only=True)["league"]["curriculum"]
+    with stopping_at(7):
+        train(tmp_path, arguments)
+    after = torch.load(Run(tmp_path).checkpoints()[-1], weights_only=True)["league"]["curriculum"]
+    assert len(before["ids"]) == 4 and torch.equal(before["ids"], after["ids"]) and before["rating"] != 1000
+    assert all(torch.equal(x, y) for x, y in zip(before["agents"], after["agents"]))
+    assert (after["records"][:, 2] >= before["records"][:, 2]).all()
+
+
+def test_an_actor_that_dies_in_mid_game_ends_the_run_and_says_so(tmp_path):
+    killed, original = [], appo.Actors.batch
+
+    def batch(self):
+        if self.version == 2:
+            os.kill(self.processes[1][0].pid, signal.SIGKILL)
+            killed.append(time.monotonic())
+            while True:
+                original(self)
+                self.release()
+        return original(self)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(appo.RunError) as caught:
+        patch.setattr(appo.Actors, "batch", batch)
+        train(tmp_path, "--num-actors 2")
+    assert "actor 1 (process " in caught.value.code and "died with exit code -9" in caught.value.code
+    assert time.monotonic() - killed[0] < 10 and Run(tmp_path).json("status.json")["state"] == "failed"
+
+
+def test_an_actor_that_fails_tells_why():
+    """Its own error, also from the middle of a game: here a policy that wants what is not legal."""
+    _, args, weights = make_actor("--env-id connect_four --num-steps 50 --num-actors 1")
+    league = appo.League(args, weights[0], np.random.SeedSequence(0))
+    actors = appo.LeagueActors(league, partial(failing_actor, args, league.shelf, league.queue),
+                               appo.Actor.layout(args), 1, 4, 1, None)  # fmt: skip
+    with contextlib.closing(actors), pytest.raises(appo.RunError) as caught:
+        league.start()
+        actors.start(weights[0], 0)
+        for _ in range(5):
+            actors.batch()
+    assert "actor 0 failed" in caught.value.code and "legal are [0, 1, 2" in caught.value.code
+    assert "connect_four, game 0: player 0 took action 9" in caught.value.code
+
+
+def failing_actor(args, shelf, queue, version, index):
+    actor = appo.make_actor(args, np.random.SeedSequence(0), shelf, queue, version, index)
+    actor.move = lambda games, actions: actor.envs.step(np.full(len(games), 9), games)
+    return actor
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"env_id": "conect_four"}, "Nearest: connect_four"),
+        ({"env_id": "rps", "network": "conv"}, "rps shows (2,), no planes"),
+        ({"batch_rollouts": 100}, "--batch-rollouts 100 is no multiple of --envs-per-actor 64: try 128"),
+        ({"num_minibatches": 200}, "--num-minibatches 200 of 128 unrolls: try 128 or fewer"),
+        ({"total_timesteps": 100}, "100 is less than one update, batch_rollouts 128 x num_steps 16 = 2048"),
+        ({"eval_episodes": 7}, "--eval-episodes 7: an even number"),
+        ({"league_size": 1}, "--league-size 1: it must be a number at least 2"),
+        ({"openings": 7}, "connect_four can begin with at most 6 random moves"),
+        ({"openings": 1, "env_id": "rps"}, "rps can begin with at most 0 random moves"),
+        ({"self_play_share": 1.5}, "--self-play-share 1.5: it must be a number between 0 and 1"),
+        ({"pfsp_decay": 0}, "--pfsp-decay 0: above 0"),
+        ({"pfsp_power": 0}, "--pfsp-power 0: above 0"),
+        ({"num_actors": 9, "max_policy_lag": 1}, "2 x 2 = 4 unrolls at a time for --num-actors 9: try 4"),
+        ({"learning_rate": np.nan}, "--learning-rate nan"),
+    ],
+)
+def test_wrong_arguments_are_named_with_what_works(change, words):
+    with pytest.raises(ValueError) as error:
+        appo.Args(**change)
+    assert words in str(error.value)
+
+
+@openspiel
+def test_a_game_that_is_not_zero_sum_is_refused():
+    with pytest.raises(ValueError, match="matrix_pd is not a two-player zero-sum game: 2 players, general_sum"):
+        appo.Args(env_id="matrix_pd")
+
+
+def test_a_checkpoint_of_another_game_is_refused(tmp_path):
+    with stopping_at(2):
+        train(tmp_path, "--num-actors 0 --checkpoint-interval 1")
+    (path,) = Run(tmp_path).checkpoints()[-1:]
+    saved = torch.load(path, weights_only=True)
+    saved["config"]["game"] = "connect_four"
+    for old in Run(tmp_path).checkpoints():
+        torch.save(saved, old)
+    with pytest.raises(appo.RunError) as caught:
+        train(tmp_path, "--num-actors 0 --checkpoint-interval 1")
+    assert "made by another configuration: game connect_four (now tic_tac_toe)" in caught.value.code
+
+
+def test_opponents_that_are_unknown_or_an_empty_league_are_refused():
+    league, _ = make_league()
+    with pytest.raises(ValueError, match="opponent 5 does not exist. Take one of `opponents`"):
+        league.curriculum.get_opponent(5)
+    saved = league.state_dict()
+    saved["curriculum"] |= {"ids": np.array([], int), "records": np.zeros((0, 4)), "agents": []}
+    with pytest.raises(ValueError, match="the state holds 0 opponents"):
+        league.load_state_dict(saved)
+    other = make_league("--env-id connect_four")[0].state_dict()
+    with pytest.raises(ValueError, match="an agent of shape .* in the state is none of this game's"):
+        league.load_state_dict(other)
