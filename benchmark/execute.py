@@ -50,7 +50,7 @@ class Stop:
 
     def install(self):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup's, which stays
                 signal.signal(number, self)
         return self
 

@@ -257,10 +257,10 @@ class _Server(RayComponents):
 
     def stop(self):
         self.sync.stop()
-        end = time.monotonic() + 0.05  # for what is on its way
+        end = time.monotonic() + 0.25  # for what is on its way
         while time.monotonic() < end:
             if self.sync._error is None and self.sync._serve():
-                end = time.monotonic() + 0.05
+                end = time.monotonic() + 0.25
             time.sleep(0.002)
         self.sync.stop()
 
