@@ -1649,10 +1649,8 @@ class League:
 
     def __init__(self, args, weights, seed):
         *seeds, self_play = seed.spawn(3)
-        self.share, self.rng = (
-            1.0 if args.opponents == "self" else args.self_play_share,
-            np.random.default_rng(self_play),
-        )
+        self.share = 1.0 if args.opponents == "self" else args.self_play_share
+        self.rng = np.random.default_rng(self_play)
         self.interval, self.win_rate, self.newest = args.snapshot_interval, args.snapshot_win_rate, 0
         options = {"capacity": args.league_size, "keep_initial": True, "decay": args.pfsp_decay, "seed": seeds[0],
                    "prior_games": args.pfsp_prior_games, "min_games": args.pfsp_min_games}  # fmt: skip

@@ -547,12 +547,15 @@ def ramp(progress, start, end, share):
     return end if progress >= share else start + (end - start) * int(100 * progress / share) / 100
 
 
+# Copied from algos/impala_popart.py:available_memory
 def available_memory():
-    """Bytes that the machine has left; without /proc, all that it has."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text())[1]) * 1024
+    """Bytes that this process may still take, by what the machine has free and by the limit of its control group."""
+    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(rows["MemAvailable"].split()[0]) * 1024
+    with suppress(OSError, ValueError):  # no such group; its limit is the word max
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
 
 
 def as_bytes(array):

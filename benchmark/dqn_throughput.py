@@ -24,6 +24,8 @@ import torch
 import tyro
 
 SCRIPT = Path(__file__).parents[1] / "algos" / "dqn_taper.py"
+sys.path.insert(0, str(SCRIPT.parent))
+import dqn_taper  # noqa: E402
 
 
 @dataclass
@@ -35,13 +37,6 @@ class Args:
     arm: Literal["", "sb3"] = ""  # used by the benchmark itself: run this arm, print its figures
 
 
-def load_script():
-    sys.path.insert(0, str(SCRIPT.parent))
-    import dqn_taper
-
-    return dqn_taper
-
-
 def run_sb3(args):
     """[gradient steps, seconds of learning, seconds of all] of Stable-Baselines3 after the skipped steps."""
     from stable_baselines3 import DQN
@@ -49,7 +44,7 @@ def run_sb3(args):
     from stable_baselines3.common.env_util import make_vec_env
 
     torch.set_num_threads(1)
-    ours = load_script().Args(env_id=args.env_id)
+    ours = dqn_taper.Args(env_id=args.env_id)
     figures = {"updates": 0, "learning": 0.0, "start": 0.0}
 
     class Timed(DQN):
@@ -106,7 +101,7 @@ def main(args):
             found.append((updates / learning, updates / loop))
             print(f"round {number + 1} {arm}: {found[-1][0]:.0f} updates/s learning, {found[-1][1]:.0f} in the loop",
                   flush=True)  # fmt: skip
-    script = load_script().Args()
+    script = dqn_taper.Args()
     print(
         f"\nGradient steps per second: {args.env_id}, {script.num_envs} environments, 2 x {script.hidden_size} "
         f"units, batch {script.batch_size}, 1 thread, torch {torch.__version__}, medians of {args.rounds} rounds\n"

@@ -25,9 +25,14 @@ def draw(folder, summary, curves):
     with matplotlib.rc_context(SETTINGS):
         drawn = {name: figure for name, plot in PLOTS.items() if (figure := plot(summary, curves)) is not None}
         for name, figure in drawn.items():
-            for kind, date in ("png", {}), ("svg", {"Date": None}):  # the same numbers give the same files
-                figure.savefig(folder / f"{name}.{kind}", dpi=150, metadata=date)
+            save(figure, folder / name)
     return list(drawn)
+
+
+def save(figure, path):
+    """`path` with .png and .svg. The same numbers give the same files."""
+    for kind, date in ("png", {}), ("svg", {"Date": None}):
+        figure.savefig(f"{path}.{kind}", dpi=150, metadata=date)
 
 
 def leading(summary, curves):

@@ -21,7 +21,6 @@ The peer needs an environment of its own, with older packages (the newest envpoo
         envpool==0.8.4 gym==0.26.2 'shimmy<2'
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -42,6 +41,9 @@ import torch
 import tyro
 
 SCRIPT = Path(__file__).parents[1] / "algos" / "impala_popart.py"
+sys.path.insert(0, str(SCRIPT.parent))
+import impala_popart  # noqa: E402
+
 TICKS = os.sysconf("SC_CLK_TCK")
 # Kills a session once its input ends: when this process closes it, or is killed itself.
 GUARD = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
@@ -202,26 +204,18 @@ def learning(args):
     table("game, , frames/s, frames per CPU-s, x best peer, learner waits, actors wait, policy lag", rows)
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("impala_popart", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["impala_popart"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def make_loops(script, game):
+def make_loops(game):
     """Functions that play SAMPLES steps: an actor's unroll, and bare loops over its environments and over those of
     gymnasium or envpool."""
     _, E, network, _ = GAMES[game]
     T = SAMPLES // E
-    options = script.Args(env_id=game, num_actors=0, envs_per_actor=E, num_steps=T, batch_rollouts=E, lstm_size=0,
-                          network=network)  # fmt: skip
-    space = script.shared_space(options.games)[0]
-    policy, generator = script.Policy(space, network, 0), torch.Generator().manual_seed(0)
-    actor, other = (script.make_actor(options, np.random.SeedSequence(0), 0, 0) for _ in range(2))
-    actor.weights[:] = script.flat_weights(policy)
-    layout = script.Actor.layout(T, E, space, 0)
+    options = impala_popart.Args(env_id=game, num_actors=0, envs_per_actor=E, num_steps=T, batch_rollouts=E,
+                                 lstm_size=0, network=network)  # fmt: skip
+    space = impala_popart.shared_space(options.games)[0]
+    policy, generator = impala_popart.Policy(space, network, 0), torch.Generator().manual_seed(0)
+    actor, other = (impala_popart.make_actor(options, np.random.SeedSequence(0), 0, 0) for _ in range(2))
+    actor.weights[:] = impala_popart.flat_weights(policy)
+    layout = impala_popart.Actor.layout(T, E, space, 0)
     slot = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
     if game == "Pong-v5":
         import envpool
@@ -244,10 +238,10 @@ def make_loops(script, game):
 
 
 def actor_alone(args):
-    script, rows = load_script(), []
+    rows = []
     torch.set_num_threads(1)
     for game in args.games:
-        loops, rates = make_loops(script, game), []
+        loops, rates = make_loops(game), []
         for _ in range(3 * args.rounds):
             rates.append([])
             for play in loops:

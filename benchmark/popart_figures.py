@@ -17,7 +17,7 @@ import tyro
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmark.figures import SETTINGS, legend, panels, styles  # noqa: E402
+from benchmark.figures import SETTINGS, legend, panels, save, styles  # noqa: E402
 
 
 @dataclass
@@ -86,8 +86,7 @@ def main(args):
     with matplotlib.rc_context(SETTINGS):
         figure = draw(metrics, games, algorithms, np.linspace(0, metrics["global_step"].max(), args.bins + 1))
         (folder / "figures").mkdir(exist_ok=True)
-        for kind, date in ("png", {}), ("svg", {"Date": None}):
-            figure.savefig(folder / "figures" / f"games.{kind}", dpi=150, metadata=date)
+        save(figure, folder / "figures" / "games")
     print(table(metrics, games, algorithms))
 
 

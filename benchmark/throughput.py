@@ -14,7 +14,6 @@ The two loops do a whole rollout and `minibatches` of the 24 minibatches, and th
 `--check` compares instead the gradients of the three ways of learning on one minibatch.
 """
 
-import importlib.util
 import json
 import math
 import statistics
@@ -32,6 +31,9 @@ import torch
 import tyro
 
 SCRIPT = Path(__file__).parents[1] / "algos" / "ppo_plr.py"
+sys.path.insert(0, str(SCRIPT.parent))
+import ppo_plr  # noqa: E402
+
 T, N, EPOCHS, MINIBATCHES = 256, 64, 3, 8
 COEFS = 0.2, True, 0.01, 0.5  # clip, value clip, entropy, value loss
 
@@ -45,14 +47,6 @@ class Args:
     updates: int = 2  # updates of the script; the last one is measured
     check: bool = False  # compare the gradients, measure nothing
     loop: Literal["", "plain", "simple"] = ""  # used by the benchmark itself: run one loop, print its seconds
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("ppo_plr", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ppo_plr"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def textbook_agent(ppo_plr, network):
@@ -84,7 +78,6 @@ def random_batch(size):
 
 def run_loop(args, network):
     """One update of a plain or simple loop; returns its seconds by activity."""
-    ppo_plr = load_script()
     plain, piece = args.loop == "plain", 2048 if args.loop == "plain" else 512
     agent = textbook_agent(ppo_plr, network)
     if not plain:
@@ -129,7 +122,6 @@ def run_script(args, network, curriculum):
 
 def check_gradients():
     """The largest difference between the three gradients of one minibatch, relative to the largest entry."""
-    ppo_plr = load_script()
     for network in ("impala", "nature"):
         torch.manual_seed(0)
         agent = textbook_agent(ppo_plr, network).to(memory_format=torch.channels_last)

@@ -469,15 +469,6 @@ def stopping_at(update, batches=None):
         yield
 
 
-def state(run):
-    """The newest checkpoint's without times."""
-    found = run.state()
-    for row in found["window"]["rows"]:
-        for name in [name for name in row if name.startswith("perf/")]:
-            del row[name]
-    return found
-
-
 P0 = "--num-actors 0 --total-timesteps 1200 --checkpoint-interval 8 --log-interval 3"  # 30; 16: in mid-episode
 
 
@@ -488,7 +479,7 @@ def test_the_synchronous_form_repeats_and_resumes_to_the_bit(tmp_path):
         train(tmp_path / "stopped", P0, "--eval-interval 6")
     stopped = train(tmp_path / "stopped", P0, "--eval-interval 6")
     assert [row["charts/update"] for row in straight.rows()] == list(range(3, 31, 3))
-    a, b = state(straight), state(stopped)
+    a, b = straight.state(), stopped.state()
     assert_same(a["config"] | {"eval_interval": 6}, b["config"])
     for found in (a, b):
         del found["config"]

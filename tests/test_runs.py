@@ -71,7 +71,9 @@ class Run:
         """The newest checkpoint's state without its times."""
         state = torch.load(self.checkpoints()[-1], weights_only=True)
         del state["wall_s"]
-        state["row"] = {k: v for k, v in state["row"].items() if not re.fullmatch("perf/.*_s", k)}
+        for row in (state["row"], *state.get("window", {"rows": []})["rows"]):
+            for name in [name for name in row if re.fullmatch("perf/.*_s", name)]:
+                del row[name]
         return state
 
     def scalars(self):
