@@ -83,7 +83,7 @@ class Args:
     reward_clip: Literal["none", "unit"] = "none"  # unit: learn from rewards clipped to [-1, 1]; returns stay raw
 
     # algorithm
-    total_timesteps: int = 2_000_000  # agent steps of all environments, rounded up to whole updates
+    total_timesteps: int = 2_000_000  # agent steps, dead autoreset ones included; rounded up to whole updates
     network: Literal["auto", "mlp", "nature", "impala"] = "auto"  # auto: mlp for vectors, the paper's ResNet for images
     lstm_size: int = 256  # units of the LSTM on top, which also sees the last action and clipped reward; 0: none
     learning_rate: float = 6e-4  # RMSProp step size at the start

@@ -73,7 +73,7 @@ class Args:
     norm_reward: bool = False  # divide rewards by the running deviation of the discounted return, clip to +-10
 
     # algorithm
-    total_timesteps: int = 500_000  # environment steps, rounded up to whole updates
+    total_timesteps: int = 500_000  # environment steps, dead ones included; rounded up to whole updates
     learning_rate: float = 1e-3  # Adam step size at the start
     anneal_lr: bool = True  # linearly to 0 at total_timesteps (which early updates then depend on)
     num_steps: int = 128  # steps per environment and update

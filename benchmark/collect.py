@@ -38,9 +38,9 @@ TEXTS = ("run_id", "suite", "algorithm", "env_id", "source", "state", "reason", 
          "device", "git_commit", "script_sha256", "args_json", "versions_json", "keys_json", "path",
          "mark")  # fmt: skip
 RUNS = dict.fromkeys(TEXTS, pa.string()) | {"git_dirty": pa.bool_()}
-RUNS |= dict.fromkeys(("seed", "attempts", "final_step", "batch_size", "damaged_lines"), pa.int64())
+RUNS |= dict.fromkeys(("seed", "attempts", "final_step", "dead_steps", "batch_size", "damaged_lines"), pa.int64())
 RUNS |= dict.fromkeys(("wall_s", "sps_median", "started"), pa.float64())
-FROM_METRICS = ("final_step", "wall_s", "sps_median", "keys_json", "damaged_lines")
+FROM_METRICS = ("final_step", "dead_steps", "wall_s", "sps_median", "keys_json", "damaged_lines")
 
 
 def number(value):
@@ -158,7 +158,7 @@ def describe(run, suite, folder, old):
         "versions_json": json.dumps({key: value for key, value in config.items() if key not in apart}),
         "note": f"{len(found)} run folders, the newest counts: {path}" if len(found) > 1 else None,
     }  # fmt: skip
-    same = run.id in old and old[run.id]["mark"] == row["mark"]
+    same = old.get(run.id, {}).get("mark") == row["mark"] and old[run.id].keys() >= {*FROM_METRICS}
     return row | {key: old[run.id][key] for key in FROM_METRICS} if same else row
 
 
@@ -177,6 +177,7 @@ def complete(row, columns):
     row["keys_json"] = json.dumps(sorted(columns))
     steps, walls, _ = (np.concatenate(part) for part in zip(*columns.values())) if columns else ([], [], [])
     speeds = columns["charts/SPS"][2] if "charts/SPS" in columns else []
+    row["dead_steps"] = whole(columns["perf/dead_steps"][2][-1].item()) if "perf/dead_steps" in columns else None
     for key, values, of in ("final_step", steps, np.max), ("wall_s", walls, np.max), ("sps_median", speeds, np.median):
         values = np.array(values)[np.isfinite(values)]
         if row.get(key) is None and len(values):

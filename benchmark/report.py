@@ -62,13 +62,14 @@ def fault(row, cells, held, metric):
     if row["state"] != "done":
         at = f" at step {step:,} of {budget:,}" if row["path"] else ""
         return f"{row['state']}{at}" + (f": {row['reason']}" if row["reason"] else "")
-    if step + max(row["batch_size"] or 0, 1) <= budget:  # CleanRL stops before an update that would go beyond
+    taken = step + (row.get("dead_steps") or 0)  # a dead autoreset step is no step, but the budget paid for it
+    if taken + max(row["batch_size"] or 0, 1) <= budget:  # CleanRL stops before an update that would go beyond
         return f"short: {step:,} of {budget:,} steps"
-    filled = np.flatnonzero(held)
+    filled, end = np.flatnonzero(held), min(-(-step * GRID // budget), GRID) - 1
     if not len(filled):
         keys = [key for key in json.loads(row["keys_json"] or "[]") if "return" in key]
         return f"logs no {metric} up to its budget" + (f" (but {', '.join(keys)})" if keys else "")
-    if GRID - 1 - filled[-1] > max(5, *np.diff(filled, prepend=-1)):
+    if end - filled[-1] > max(5, *np.diff(filled, prepend=-1)):
         return f"its last {metric} is at step {(filled[-1] + 1) * budget // GRID:,} of {budget:,}"
     if not np.isfinite(cells[filled[-LAST:]]).all():
         return f"{metric} is not finite at its end"

@@ -492,6 +492,21 @@ def test_short_empty_and_early_ending_runs_are_missing(tmp_path):  # hill-a/stab
     assert "| a | 8 | 1 | 1 |  | 1 | 1 | 4 |" in text
 
 
+def test_dead_autoreset_steps_count_as_budget(tmp_path):
+    """A script with NEXT_STEP resets spends them of total_timesteps, though they are no steps."""
+    suite = make_suite(seeds=(1, 2))
+    for run, dead in zip(suite.runs, (150, 0)):
+        write_run(tmp_path, run, [5.0] * 17, steps=list(range(50, 851, 50)), **{"perf/dead_steps": dead})
+    summary, _ = made(tmp_path, suite)
+    assert summary["environments"]["E1"]["a"]["scores"] == {1: 5.0}
+    assert [m["why"] for m in summary["missing"]] == ["short: 850 of 1,000 steps"]
+    collect(suite, tmp_path)  # reads nothing anew
+    assert [row["dead_steps"] for row in read_runs(tmp_path / "s")] == [150, 0]
+    table = pq.read_table(tmp_path / "s" / "runs.parquet")
+    pq.write_table(table.drop_columns("dead_steps"), tmp_path / "s" / "runs.parquet")  # of an earlier version
+    assert made(tmp_path, suite)[0] == summary
+
+
 def test_one_seed_has_no_interval(tmp_path):  # DLR-RM/stable-baselines3#1137
     suite = make_suite(("a", "b"), seeds=(1,), normalization={"E1": [0, 10]})
     write_all(tmp_path, suite, lambda name, *_: {"a": 5.0, "b": 1.0}[name])

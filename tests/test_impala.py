@@ -1,6 +1,7 @@
 """algos/impala_popart.py: learning with and without actor processes, their bookkeeping, faults, resume."""
 
 import contextlib
+import copy
 import gc
 import os
 import re
@@ -52,7 +53,8 @@ LEARN = RECALL + ("--envs-per-actor 8 --batch-rollouts 16 --num-steps 10 --total
 @pytest.mark.parametrize("num_actors", [0, 1, 2])
 def test_one_policy_learns_to_remember_in_two_games_whose_rewards_differ_100_fold(num_actors, seed, tmp_path):
     """At least 0.95 of the best return in both; without memory 0.5."""
-    result = impala.train(parse(LEARN, f"--num-actors {num_actors} --seed {seed} --run-dir {tmp_path}"))
+    lag = f"--max-policy-lag {4 * num_actors}" if num_actors else ""  # else it is the machine's other work that says
+    result = impala.train(parse(LEARN, lag, f"--num-actors {num_actors} --seed {seed} --run-dir {tmp_path}"))
     assert result["eval/probe_envs:Recall-v0/return_mean"] >= 0.95
     assert result["eval/probe_envs:OtherRecall-v0@100/return_mean"] >= 95
     rows = Run(tmp_path).rows()
@@ -110,11 +112,12 @@ def weights_of(version):
 
 
 @torch.no_grad()
-def replay(weights, unroll):
+def replay(weights, unroll, dtype):
     """Logits and core states of an unroll, row by row and in one piece."""
     inputs = [torch.from_numpy(unroll[name].copy()) for name in ("obs", "starts", "action", "reward")]
-    policy, core = POLICY, torch.from_numpy(unroll["core"].copy())
-    torch.nn.utils.vector_to_parameters(torch.from_numpy(weights), policy.parameters())
+    inputs[0], inputs[3] = inputs[0].to(dtype), inputs[3].to(dtype)
+    policy, core = copy.deepcopy(POLICY).to(dtype), torch.from_numpy(unroll["core"]).to(dtype)
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(weights).to(dtype), policy.parameters())
     whole, _, _ = policy(*inputs, core)
     rows = []
     for t in range(len(inputs[0]) - 1):
@@ -135,9 +138,10 @@ def test_an_unroll_has_one_policy_and_no_step_is_lost_or_too_old(num_actors, max
             batch = {name: tensor.numpy().copy() for name, tensor in actors.batch().items()}
             for k, used in enumerate(actors.versions):
                 unroll = {name: array[:, 3 * k : 3 * k + 3] for name, array in batch.items()}
-                whole, rows, core = replay(weights_of(used), unroll)
+                _, rows, core = replay(weights_of(used), unroll, torch.float32)  # as the actor: rounds alike
                 torch.testing.assert_close(torch.from_numpy(unroll["logits"]), rows, atol=1e-6, rtol=1e-5)
-                torch.testing.assert_close(whole, rows, atol=1e-6, rtol=1e-5)
+                whole, rows, _ = replay(weights_of(used), unroll, torch.float64)
+                torch.testing.assert_close(whole, rows, atol=1e-12, rtol=1e-12)
                 lags.append(version - used)
                 before = [old for old in last if np.array_equal(old["obs"], unroll["obs"][0])]
                 if before:  # the unroll of the same actor that this one continues

@@ -87,10 +87,11 @@ def test_every_public_name_stands_in_the_readme():
 
 def test_documented_tags_are_those_that_runs_write():
     """Every tag of the table stands in one of the scripts or in the curriculum's metrics."""
-    code = "".join((ROOT / path).read_text() for path in ("algos/ppo.py", "algos/ppo_plr.py", "curricula/plr.py"))
-    rows = [line for line in README.splitlines() if re.match(r"\| `(charts|losses|curriculum|eval|perf)/", line)]
-    assert len(rows) >= 8
+    code = "".join(path.read_text() for path in (*(ROOT / "algos").glob("*.py"), ROOT / "curricula" / "plr.py"))
+    groups = "charts|losses|curriculum|eval|perf|popart|async|replay|tasks|league"
+    rows = [line for line in README.splitlines() if re.match(rf"\| `({groups})/", line)]
+    assert len(rows) >= 16
     for row in rows:
-        for tag in re.findall(r"`([\w/.]+)`", row.split("|")[1]):
-            name = tag.split("/")[-1].removesuffix("_s")
+        for tag in re.findall(r"`([\w/.<>]+)`", row.split("|")[1]):
+            name = re.sub("<.*>", "", tag.split("/")[-1]).removesuffix("_s")
             assert name == "..." or name in code, tag
