@@ -119,9 +119,7 @@ class Args:
     eval_interval: int = 0  # updates between evaluations; 0: only at the end
     eval_episodes: int = 200  # games against each rival and evaluation, half of them as either player
     eval_seed: int = 10_000  # seeds the evaluation games, the same for every run and algorithm
-    eval_greedy: bool = (
-        False  # evaluate the most likely action (--no-eval-greedy: sample, as an equilibrium may have to)
-    )
+    eval_greedy: bool = False  # evaluate the most likely action, not a sampled one (as an equilibrium may have to)
     eval_only: bool = False  # evaluate the newest checkpoint of this same command and stop
 
     # derived
@@ -1726,7 +1724,7 @@ class Actor:
     An unroll has T + 1 rows of E games at the learner's turn: obs[t], legal[t], and for t < T the action, its logprob,
     and what came of it: reward, terminated, and there the game's return and length. Where `starts`, obs is the
     learner's first of a game. `opponent` is the one that action[t] was played against, `core` the LSTM's state before
-    row 0. Games begin against the opponents of the unroll's tasks, each with its share of the E places.
+    row 0. Games begin against the opponents of the unroll's tasks in turn.
     """
 
     def __init__(self, args, seed, index, shelf, queue):
@@ -1780,9 +1778,16 @@ class Actor:
             else:  # evicted while its task waited: the newest plays instead
                 self.spare.append((agent, weights))
                 tasks[tasks[:, 1] == opponent, 1] = NEWEST
-        self.next_opponent = np.resize(tasks[:, 1], len(self.opponent))
+        self.tasks, self.dealt = tasks, 0
+        self.deal(np.arange(len(self.opponent)))
+
+    def deal(self, games):
+        """The next of the tasks for what follows in `games`: every opponent gets as many games, however long they are
+        (by place, those that lose fast would get more, and the mixture would be another than the league's)."""
+        tasks = self.tasks[(self.dealt + np.arange(len(games))) % len(self.tasks)]
+        self.next_opponent[games], self.dealt = tasks[:, 1], self.dealt + len(games)
         if self.args.openings:
-            self.envs.openings = np.resize(tasks[:, 0], len(self.opponent))
+            self.envs.openings[games] = tasks[:, 0]
 
     @torch.inference_mode()
     def unroll(self, slot):
@@ -1840,6 +1845,7 @@ class Actor:
 
     def begin(self, games):
         self.seat[games], self.opponent[games] = self.rng.integers(2, size=len(games)), self.next_opponent[games]
+        self.deal(games)
         self.starts[games], self.total[games], self.length[games], self.opponent_core[:, games] = True, 0, 0, 0
 
     # ----
@@ -2282,10 +2288,11 @@ class RunLogger:
         code = script.read_bytes()
         self.code_sha = hashlib.sha256(code).hexdigest()
         git = partial(subprocess.run, cwd=script.resolve().parent, capture_output=True, text=True)
+        status = ["git", "status", "--porcelain", script.resolve()]  # of the script alone: it imports nothing else
         self.config_json = {
             "args": values, "argv": sys.argv, "script_sha256": self.code_sha,
             "git_commit": git(["git", "rev-parse", "HEAD"]).stdout.strip() if shutil.which("git") else "",
-            "git_dirty": bool(git(["git", "status", "--porcelain"]).stdout) if shutil.which("git") else None,
+            "git_dirty": bool(git(status).stdout) if shutil.which("git") else None,
             "host": socket.gethostname(), "cpus": len(os.sched_getaffinity(0)), "python": platform.python_version(),
             "torch": torch.__version__, "numpy": np.__version__, "gymnasium": gym.__version__,
         }  # fmt: skip

@@ -1578,10 +1578,11 @@ class RunLogger:
         code = script.read_bytes()
         self.code_sha = hashlib.sha256(code).hexdigest()
         git = partial(subprocess.run, cwd=script.resolve().parent, capture_output=True, text=True)
+        status = ["git", "status", "--porcelain", script.resolve()]  # of the script alone: it imports nothing else
         self.config_json = {
             "args": values, "argv": sys.argv, "script_sha256": self.code_sha,
             "git_commit": git(["git", "rev-parse", "HEAD"]).stdout.strip() if shutil.which("git") else "",
-            "git_dirty": bool(git(["git", "status", "--porcelain"]).stdout) if shutil.which("git") else None,
+            "git_dirty": bool(git(status).stdout) if shutil.which("git") else None,
             "host": socket.gethostname(), "cpus": len(os.sched_getaffinity(0)), "python": platform.python_version(),
             "torch": torch.__version__, "numpy": np.__version__, "gymnasium": gym.__version__,
         }  # fmt: skip
@@ -1915,9 +1916,7 @@ def train(args):
 
                 # ---- TaPER: each minibatch trains all tasks. This block is the method, with TaskPrioritizedReplay ----
                 due, minibatches = gradient_steps(args, global_step) - gradient_steps(args, before), ()
-                if (
-                    due
-                ):  # all minibatches are drawn at once, and their targets computed from the weights as they are now
+                if due:  # all minibatches are drawn at once, their targets computed from the weights as they are now
                     batch = replay.sample(due * B, is_beta)
                     b = {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
                     with torch.no_grad():

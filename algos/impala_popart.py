@@ -1551,10 +1551,11 @@ class RunLogger:
         code = script.read_bytes()
         self.code_sha = hashlib.sha256(code).hexdigest()
         git = partial(subprocess.run, cwd=script.resolve().parent, capture_output=True, text=True)
+        status = ["git", "status", "--porcelain", script.resolve()]  # of the script alone: it imports nothing else
         self.config_json = {
             "args": values, "argv": sys.argv, "script_sha256": self.code_sha,
             "git_commit": git(["git", "rev-parse", "HEAD"]).stdout.strip() if shutil.which("git") else "",
-            "git_dirty": bool(git(["git", "status", "--porcelain"]).stdout) if shutil.which("git") else None,
+            "git_dirty": bool(git(status).stdout) if shutil.which("git") else None,
             "host": socket.gethostname(), "cpus": len(os.sched_getaffinity(0)), "python": platform.python_version(),
             "torch": torch.__version__, "numpy": np.__version__, "gymnasium": gym.__version__,
         }  # fmt: skip

@@ -96,9 +96,7 @@ class Args:
     plr_score_transform: str = "rank"  # score -> replay weight; a wrong name lists all 8
     plr_temperature: float = 0.1  # beta: weight ** (1 / beta)
     plr_staleness_coef: float = 0.1  # rho in the paper: share of the draws by staleness
-    plr_replay_schedule: Literal["proportionate", "fixed"] = (
-        "proportionate"  # P(replay): seen share, or plr_replay_prob
-    )
+    plr_replay_schedule: Literal["proportionate", "fixed"] = "proportionate"  # P(replay): share seen, plr_replay_prob
     plr_replay_prob: float = 0.5  # P(replay) under the fixed schedule
     plr_rho: float = 1.0  # share of levels to be seen before any replay (1: the released code; 0: the paper's text)
     plr_alpha: float = 1.0  # step size of a level's score
@@ -1600,10 +1598,11 @@ class RunLogger:
         code = script.read_bytes()
         self.code_sha = hashlib.sha256(code).hexdigest()
         git = partial(subprocess.run, cwd=script.resolve().parent, capture_output=True, text=True)
+        status = ["git", "status", "--porcelain", script.resolve()]  # of the script alone: it imports nothing else
         self.config_json = {
             "args": values, "argv": sys.argv, "script_sha256": self.code_sha,
             "git_commit": git(["git", "rev-parse", "HEAD"]).stdout.strip() if shutil.which("git") else "",
-            "git_dirty": bool(git(["git", "status", "--porcelain"]).stdout) if shutil.which("git") else None,
+            "git_dirty": bool(git(status).stdout) if shutil.which("git") else None,
             "host": socket.gethostname(), "cpus": len(os.sched_getaffinity(0)), "python": platform.python_version(),
             "torch": torch.__version__, "numpy": np.__version__, "gymnasium": gym.__version__,
         }  # fmt: skip

@@ -234,6 +234,19 @@ def test_each_seat_plays_with_its_own_policy_and_only_the_learner_is_recorded():
     assert len({(player, seat) for player, seat, _ in played}) == 4
 
 
+@openspiel
+def test_opponents_get_as_many_games_however_long_they_are():
+    """Against one who always bets a game of Kuhn poker takes a quarter more of the learner's moves than against one who
+    always passes. Dealt by place, not by game, the passer would have a quarter more games than the league says."""
+    actor, args, weights = make_actor("--env-id kuhn_poker --num-steps 12 --envs-per-actor 16 --batch-rollouts 16",
+                                      draws=[0, 1])  # fmt: skip
+    slots = unrolls(actor, args, weights[2], 30)
+    opponents = np.concatenate([slot["opponent"][slot["starts"][:-1]] for slot in slots])
+    games = np.bincount(opponents)
+    moves = np.bincount(np.concatenate([slot["opponent"].ravel() for slot in slots])) / games
+    assert moves[1] > 1.15 * moves[0] and abs(games[0] / games[1] - 1) < 0.05, (games, moves)
+
+
 @pytest.mark.parametrize("name", ["tic_tac_toe", "connect_four", pytest.param("leduc_poker", marks=openspiel)])
 def test_a_step_goes_from_the_learners_turn_to_its_next(name):
     actor, args, weights = make_actor(f"--env-id {name} --num-steps 40", draws=[0, 2])

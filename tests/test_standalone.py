@@ -104,3 +104,19 @@ def test_help_and_two_updates_alone_in_an_empty_folder(script, alone):
     assert all(math.isfinite(number) for number in found)
     (metrics,) = folder.glob("runs/**/metrics.jsonl")
     assert [json.loads(line)["charts/update"] for line in metrics.read_text().splitlines()] == [1, 2]
+
+
+def test_a_run_says_whether_its_script_differs_from_the_commit(tmp_path):
+    """By the script alone: results that lie beside it change nothing."""
+    script, git = tmp_path / "ppo.py", ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    script.write_bytes((ROOT / "algos" / "ppo.py").read_bytes())
+    for words in (["init", "-q"], ["add", "ppo.py"], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *words], check=True)
+    found = []
+    for seed, change in enumerate(("", "# changed\n")):
+        script.write_text(script.read_text() + change)
+        command = [sys.executable, "ppo.py", *TWO_UPDATES["ppo.py"].split(), "--seed", str(seed)]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        (path,) = tmp_path.glob(f"runs/ppo/*/seed{seed}-*/config.json")
+        found.append(json.loads(path.read_text())["git_dirty"])
+    assert found == [False, True]
