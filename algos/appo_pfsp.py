@@ -86,8 +86,8 @@ class Args:
     league_opponents: int = 4  # opponents drawn for an unroll: its new games are shared out among them
     snapshot_interval: int = 50  # updates after which a snapshot joins the league at the latest
     snapshot_win_rate: float = 0.7  # it joins sooner when the learner's win rate is above this against all of them
-    pfsp_weighting: Literal["hard", "var", "linear", "linear_capped", "argmax"] = "hard"  # mass by win rate x: (1 -
-    # x)^power; x (1 - x); 1 - x; min(1/2, 1 - x); all on the smallest x
+    # mass by win rate x: (1 - x)^power; x (1 - x); 1 - x; min(1/2, 1 - x); all on the smallest x
+    pfsp_weighting: Literal["hard", "var", "linear", "linear_capped", "argmax"] = "hard"
     pfsp_power: float = 2.0  # of hard
     pfsp_uniform: float = 0.1  # share of the draws that is uniform
     pfsp_decay: float = 0.99  # what a result leaves of the weight of those before it
@@ -119,6 +119,7 @@ class Args:
     eval_interval: int = 0  # updates between evaluations; 0: only at the end
     eval_episodes: int = 200  # games against each rival and evaluation, half of them as either player
     eval_seed: int = 10_000  # seeds the evaluation games, the same for every run and algorithm
+    eval_round_robin: int = 16  # policies in the round robin at the end, the learner included; 0: none
     eval_greedy: bool = False  # evaluate the most likely action, not a sampled one (as an equilibrium may have to)
     eval_only: bool = False  # evaluate the newest checkpoint of this same command and stop
 
@@ -133,7 +134,8 @@ class Args:
                                   "checkpoint_interval", "keep_checkpoints", "log_interval"), 1)  # fmt: skip
         at_least |= dict.fromkeys(("seed", "num_actors", "max_policy_lag", "lstm_size", "learning_rate", "clip_coef",
                                    "max_grad_norm", "rho_bar", "c_bar", "ent_coef", "vf_coef", "eval_interval",
-                                   "openings", "pfsp_min_games", "pfsp_prior_games", "pfsp_power"), 0)  # fmt: skip
+                                   "openings", "pfsp_min_games", "pfsp_prior_games", "pfsp_power",
+                                   "eval_round_robin"), 0)  # fmt: skip
         at_least |= {"league_size": 2, "eval_episodes": 2}
         limits = {name: (low, math.inf) for name, low in at_least.items()}
         limits |= dict.fromkeys(("gamma", "self_play_share", "snapshot_win_rate", "pfsp_uniform", "pfsp_decay"), (0, 1))
@@ -150,6 +152,11 @@ class Args:
             raise ValueError(f"--batch-rollouts {B} is no multiple of --envs-per-actor {E}: try {nearest_fit}")
         if self.num_minibatches > B:
             raise ValueError(f"--num-minibatches {self.num_minibatches} of {B} unrolls: try {B} or fewer")
+        if self.norm_adv and B // self.num_minibatches * self.num_steps == 1:
+            raise ValueError(f"--num-minibatches {self.num_minibatches} leaves 1 move a minibatch, and the deviation "
+                             "of 1 advantage is undefined: use fewer minibatches or --no-norm-adv")  # fmt: skip
+        if self.league_opponents > E:
+            raise ValueError(f"--league-opponents {self.league_opponents} for --envs-per-actor {E}: try {E} or fewer")
         if self.total_timesteps < self.batch_size:
             raise ValueError(f"--total-timesteps {self.total_timesteps} is less than one update, batch_rollouts {B} x "
                              f"num_steps {self.num_steps} = {self.batch_size}: ask for more")  # fmt: skip
@@ -157,6 +164,8 @@ class Args:
             raise ValueError(f"--eval-episodes {self.eval_episodes}: an even number plays both seats alike")
         if self.network in ("conv", "nature") and len(obs_shape) != 3:
             raise ValueError(f"--network {self.network}: {self.env_id} shows {obs_shape}, no planes. Use mlp")
+        if self.network == "nature" and min(obs_shape[1:]) < 36:
+            raise ValueError(f"--network nature: {self.env_id} shows {obs_shape}, less than 36 x 36. Use conv or mlp")
         most = 2 * (LineRules.GAMES[self.env_id][2] - 1) if self.env_id in LineRules.GAMES else 0
         if self.openings > most:
             raise ValueError(f"--openings {self.openings}: {self.env_id} can begin with at most {most} random moves")
@@ -435,6 +444,10 @@ class SelfPlay(Curriculum):
         ids, records = np.asarray(state["ids"]).tolist(), np.asarray(state["records"]).tolist()
         if not 1 <= len(ids) <= self.capacity:
             raise ValueError(f"the state holds {len(ids)} opponents, this curriculum 1 to {self.capacity}")
+        if unknown := [i for i in ids if not 0 <= i < state["next_id"]]:
+            raise ValueError(f"the state holds opponents {unknown}, but ids go to {state['next_id'] - 1}")
+        if not np.isfinite(records).all():
+            raise ValueError("the state's records of games are not finite")
         agents = [self._restored(saved) for saved in state["agents"]]
         super()._load(state)
         self._agents, self._records = dict(zip(ids, agents)), dict(zip(ids, records))
@@ -898,7 +911,7 @@ def optional(module, extra):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        message = f"{error}: scripts/run --extra {extra} ... brings what {module} needs, if it exists"
+        message = f"{error}: scripts/run --extra {extra} ... brings what {module} needs"
         raise ValueError(message) from error
 
 
@@ -963,17 +976,24 @@ class OpenSpielGame:
 
 
 class ClassicGame:
-    """One of PettingZoo's classic games that are played in turns, such as connect_four_v3, as it shows itself."""
+    """One of PettingZoo's classic games that are played in turns, such as connect_four_v3. obs: as it shows itself, but
+    for the planes (height, width, channel), which come first as everywhere here."""
 
     obs_dtype = np.float32
 
     def __init__(self, name):
-        self.env = optional(f"pettingzoo.classic.{name}", "pettingzoo").env()
+        folder = Path(optional("pettingzoo.classic", "pettingzoo").__file__).parent
+        if name not in (known := {path.stem for path in folder.glob("*_v*.py")}):
+            raise ValueError(f"there is no game {name}. Nearest: {nearest(name, known | {'pong_v3'})}")
+        try:
+            self.env = optional(f"pettingzoo.classic.{name}", "pettingzoo").env()
+        except ImportError as error:
+            raise ValueError(f"PettingZoo cannot make {name}: {error}") from error
         self.agents = self.env.possible_agents
         space = self.env.observation_space(self.agents[0])
         if len(self.agents) != 2 or "action_mask" not in getattr(space, "spaces", {}):
             raise ValueError(f"{name} has {len(self.agents)} players and shows {space}: it takes 2 and an action_mask")
-        self.obs_shape = space["observation"].shape
+        self.obs_shape = tuple(np.roll(space["observation"].shape, 1).tolist())
         self.num_actions = int(self.env.action_space(self.agents[0]).n)
 
     def start(self, seed):
@@ -982,7 +1002,7 @@ class ClassicGame:
     def look(self):
         seen = self.env.observe(self.env.agent_selection)
         player = self.agents.index(self.env.agent_selection)
-        return player, np.flatnonzero(seen["action_mask"]), seen["observation"]
+        return player, np.flatnonzero(seen["action_mask"]), np.moveaxis(seen["observation"], -1, 0)
 
     def play(self, action):
         self.env.step(action)
@@ -1189,11 +1209,13 @@ def score(returns):
     return float(np.mean((np.sign(returns) + 1) / 2))
 
 
-def round_robin(policies, name, num_games, seed=0):
-    """Mean scores (n, n) of each policy (row) against each (column) in `num_games` a pair; 1/2 against itself."""
+def round_robin(policies, name, num_games, seed=0, pause=lambda: None):
+    """Mean scores (n, n) of each policy (row) against each (column) in `num_games` a pair, 1/2 against itself; pause()
+    before each pair."""
     payoff = np.full((len(policies), len(policies)), 0.5)
     for i in range(len(policies)):
         for j in range(i):
+            pause()
             payoff[i, j] = score(match(policies[i], policies[j], name, num_games, seed)[0])
             payoff[j, i] = 1 - payoff[i, j]
     return payoff
@@ -1412,8 +1434,7 @@ class Agent(nn.Module):
 
     def __init__(self, obs_shape, num_actions, args):
         super().__init__()
-        self.channels_last = len(obs_shape) == 3 and obs_shape[-1] < obs_shape[0]
-        c, h, w = np.roll(obs_shape, 1).tolist() if self.channels_last else ([*obs_shape] + [1, 1])[:3]
+        c, h, w = [*obs_shape, 1, 1][:3]
         network = args.network
         if network == "auto":
             network = "nature" if len(obs_shape) == 3 and min(h, w) >= 36 else "mlp"
@@ -1434,7 +1455,6 @@ class Agent(nn.Module):
 
     def forward(self, obs, legal, starts, core):
         flat = obs.flatten(0, 1)
-        flat = flat.permute(0, 3, 1, 2) if self.channels_last else flat
         flat = flat.float().div_(255) if flat.dtype == torch.uint8 else flat
         features = self.torso(flat).unflatten(0, starts.shape)
         if self.lstm is not None:
@@ -1593,6 +1613,10 @@ class Shelf:
     one while it is replaced learns that it is gone, and never has half of it."""
 
     def __init__(self, capacity, size):
+        need, free = capacity * size * 4 / 2**20, available_memory() / 2**20
+        if need > free:
+            found = f"{need:.0f} MiB of shared memory, and {free:.0f} MiB are available"
+            raise RunError(f"--league-size {capacity}: the snapshots take {found}. Ask for fewer, or a smaller network")
         self.memory = SharedMemory({"sequence": ((), np.int64), "weights": ((size,), np.float32)}, capacity)
 
     def hold(self, snapshots):
@@ -1607,6 +1631,9 @@ class Shelf:
             Board._fence()
             sequence[row] = 2 * new + 2
 
+    def holds(self, snapshot_id):
+        return bool((self.memory["sequence"] == 2 * snapshot_id + 2).any())
+
     def read(self, snapshot_id, out):
         """Copies a snapshot to `out`. False: it is not there, and `out` is spoiled."""
         rows = np.flatnonzero(self.memory["sequence"] == 2 * snapshot_id + 2)
@@ -1614,7 +1641,7 @@ class Shelf:
             Board._fence()
             out[:] = self.memory["weights"][row]
             Board._fence()
-        return len(rows) > 0 and self.memory["sequence"][rows[0]] == 2 * snapshot_id + 2
+        return self.holds(snapshot_id)
 
 
 # Copied from curricula/domain_randomization.py:DomainRandomization
@@ -1658,16 +1685,19 @@ class League:
         else:  # self too: snapshots are then taken to be measured
             self.curriculum = FictitiousSelfPlay(weights, **options)
         self.openings = DomainRandomization(args.openings + 1, seed=seeds[1])
-        self.shelf, self.ahead = Shelf(args.league_size, len(weights)), args.num_slots * args.league_opponents
-        self.queue = SyncQueue(max(args.num_actors, 1), task_shape=(2,), prefetch=self.ahead)
-        self.saves_queue = args.num_actors == 0
+        self.shelf, P = Shelf(args.league_size, len(weights)), args.num_actors
+        # Enough between the actors for two batches. Older draws would favour those who have become easy, or are gone.
+        batch = args.batch_rollouts // args.envs_per_actor
+        self.ahead = args.league_opponents * (-(-2 * batch // P) if P else 1)
+        # Without a time-out: actors wait while the learner evaluates. Whether they hang is for `Actors.wait` to tell.
+        self.queue = SyncQueue(max(P, 1), task_shape=(2,), prefetch=self.ahead, timeout=math.inf)
 
     @property
     def snapshots(self):
         return {i: self.curriculum.get_opponent(i) for i in self.curriculum.opponents}
 
     def deal(self):
-        """Fills the queue: for every slot that an actor can have, there are tasks. No actor ever waits for one."""
+        """Fills the queue up."""
         for actor in range(self.queue.num_envs):
             for _ in range(self.ahead - self.queue.tasks_waiting(actor)):
                 (opening,), newest = self.openings.sample(), self.rng.random() < self.share
@@ -1695,22 +1725,18 @@ class League:
         row = {f"curriculum/{name}": value for name, value in c.metrics().items()}
         return row | {f"league/{i}/{name}": x[k] for k, i in enumerate(c.opponents) for name, x in columns.items()}
 
-    def start(self):
-        self.shelf.hold(self.snapshots)
-        self.deal()
-
     def state_dict(self):
-        """With actor processes without the queue, which a resumed run fills anew."""
+        """Without the queue: it is empty when there are no actor processes, and else filled anew."""
         return {"curriculum": self.curriculum.state_dict(), "openings": self.openings.state_dict(),
-                "rng": self.rng.bit_generator.state, "newest": self.newest,
-                "queue": self.queue.state_dict() if self.saves_queue else None}  # fmt: skip
+                "rng": self.rng.bit_generator.state, "newest": self.newest}  # fmt: skip
 
     def load_state_dict(self, state):
-        self.curriculum.load_state_dict(state["curriculum"])
+        try:
+            self.curriculum.load_state_dict(state["curriculum"])
+        except ValueError as error:
+            raise RunError(f"the checkpoint is not of this game and league: {error}") from error
         self.openings.load_state_dict(state["openings"])
         self.rng.bit_generator.state, self.newest = state["rng"], state["newest"]
-        if state["queue"] is not None:
-            self.queue.load_state_dict(state["queue"])
 
 
 # ---- 9. Actors -------------------------------------------------------------------------------------------------------
@@ -1775,9 +1801,12 @@ class Actor:
             agent, weights = self.spare.pop() if self.spare else acting_agent(self.args)
             if self.shelf.read(opponent, weights):
                 self.agents[opponent] = agent, weights
-            else:  # evicted while its task waited: the newest plays instead
+            else:
                 self.spare.append((agent, weights))
-                tasks[tasks[:, 1] == opponent, 1] = NEWEST
+        newest = tasks[:, 1] == NEWEST
+        held = np.array([i in self.agents and self.shelf.holds(i) for i in tasks[:, 1].tolist()]) & ~newest
+        gone = ~(held | newest)  # evicted while its task waited: others of these play instead, or the newest
+        tasks[gone, 1] = np.resize(tasks[held, 1], gone.sum()) if held.any() else NEWEST
         self.tasks, self.dealt = tasks, 0
         self.deal(np.arange(len(self.opponent)))
 
@@ -1792,7 +1821,9 @@ class Actor:
     @torch.inference_mode()
     def unroll(self, slot):
         if self.row is None:
-            self.begin(np.arange(len(self.seat)))
+            everywhere = np.arange(len(self.seat))
+            self.envs.start(everywhere)  # anew, by the openings of the first tasks
+            self.begin(everywhere)
             self.reply()
         slot["core"][:] = self.core.numpy()
         for t in range(self.num_steps):
@@ -1874,6 +1905,8 @@ class Actor:
         for opponent, saved in state["agents"].items():
             self.agents[opponent] = agent, weights = acting_agent(self.args)
             weights[:] = saved.numpy()
+        if unknown := self.row and set(self.opponent.tolist()) - self.agents.keys():
+            raise RunError(f"the checkpoint is not of this game and league: its games are against {unknown}, who lack")
 
 
 # Copied from algos/impala_popart.py:put
@@ -2061,15 +2094,20 @@ class Actors:
 
 
 class LeagueActors(Actors):
-    """Actors that find the tasks of an unroll in the queue with each slot that they are handed."""
+    """Actors that find the tasks of an unroll in the queue. The learner fills it up whenever it looks for full slots:
+    so nobody who waits for tasks can keep it waiting."""
 
     def __init__(self, league, *options):
         self.league = league
         super().__init__(*options)
 
-    def release(self):
+    def receive(self):
         self.league.deal()
-        super().release()
+        return super().receive()
+
+    def wait(self, seconds):
+        self.league.deal()
+        return super().wait(seconds)
 
 
 # Copied from algos/ppo_plr.py:keep_freed_memory
@@ -2504,12 +2542,13 @@ def rivals(name):
     return found
 
 
-def evaluate(weights, args):
-    """Plays args.eval_episodes games against each rival, half of them as either player, seeded by args.eval_seed alone.
-    Returns a row per game: the rival as `level`, the seat, the return, the number of moves."""
+def evaluate(weights, args, pause=lambda: None):
+    """Plays args.eval_episodes games against each rival, half of them as either player, seeded by args.eval_seed alone;
+    pause() before each. Returns a row per game: the rival as `level`, the seat, the return, the number of moves."""
     agent, flat = acting_agent(args)
     flat[:], rows = weights, []
     for name, rival in rivals(args.env_id).items():
+        pause()
         policy = as_policy(agent, args.eval_episodes, args.eval_greedy)
         returns, lengths = match(policy, rival, args.env_id, args.eval_episodes, args.eval_seed)
         rows += [{"split": "eval", "level": name, "seat": i % 2, "return": float(total), "length": int(length)}
@@ -2553,15 +2592,16 @@ def exploitability(weights, snapshots, args, last):
     }
 
 
-def rank(weights, snapshots, args, folder):
-    """A round robin of the league's snapshots {id: weights}, 15 at most, and the learner: payoff.json, payoff.png in
-    the folder. Returns the learner's Elo rating, where the oldest snapshot has 1000."""
-    if args.lstm_size:
+def rank(weights, snapshots, args, folder, pause=lambda: None):
+    """A round robin of args.eval_round_robin policies, the league's snapshots {id: weights} and the learner, pause()
+    before each pair: payoff.json, payoff.png in the folder. Returns the learner's Elo rating, where the oldest snapshot
+    has 1000."""
+    if args.lstm_size or not args.eval_round_robin:
         return {}
     ids = [*snapshots]
-    ids = [ids[i] for i in np.unique(np.linspace(0, len(ids) - 1, 15).round().astype(int))]
+    ids = [ids[i] for i in np.unique(np.linspace(0, len(ids) - 1, args.eval_round_robin - 1).round().astype(int))]
     policies = snapshot_policies([*(snapshots[i] for i in ids), weights], args)
-    payoff = round_robin(policies, args.env_id, 20, args.eval_seed)
+    payoff = round_robin(policies, args.env_id, 20, args.eval_seed, pause)
     ratings, labels = elo(payoff, 20), [*map(str, ids), "learner"]
     table = {"labels": labels, "payoff": payoff.tolist(), "elo": ratings.tolist()}
     write_atomically(folder / "payoff.json", lambda f: f.write(json.dumps(table).encode()))
@@ -2605,6 +2645,13 @@ def train(args):
         state = {name: part.state_dict() for name, part in parts.items()}
         return state | {"update": update, "global_step": global_step, "row": row, "next_obs": None}
 
+    def pause():
+        """Between the matches of an evaluation, which can take minutes: answers a signal as `run.checkpoint` does."""
+        if run.signals and args.eval_only:
+            raise SystemExit(75)
+        if run.signals:
+            run.checkpoint(run.state, due=True)  # of the top of this update
+
     with run, closing(actors):
         # Copied from algos/ppo.py:region(restore)
         state = run.restore(parts)
@@ -2614,16 +2661,18 @@ def train(args):
                 part.load_state_dict(state[name])
         # End of copy
         if args.eval_only:
-            rows, snapshots = evaluate(flat_weights(agent), args), [*league.snapshots.values()]
+            rows, snapshots = evaluate(flat_weights(agent), args, pause), [*league.snapshots.values()]
             summary = summarize(rows) | exploitability(flat_weights(agent), snapshots, args, last=True)
             run.log_eval(global_step, rows)
             print(json.dumps(summary))
             return summary
-        league.start()
+        league.shelf.hold(league.snapshots)
         actors.start(flat_weights(agent), first_update)
 
         for update in range(first_update, args.num_updates):
-            run.checkpoint(snapshot(update), due=update > first_update and update % args.checkpoint_interval == 0)
+            last = update + 1 == args.num_updates  # its long evaluation must not cost more than one update
+            due = update > first_update and (last or update % args.checkpoint_interval == 0)
+            run.checkpoint(snapshot(update), due)
             rate = args.learning_rate * (1 - update / args.num_updates if args.anneal_lr else 1)
             optimizer.param_groups[0]["lr"] = rate
             clock = Stopwatch()
@@ -2672,14 +2721,17 @@ def train(args):
 
             # Log and evaluate.
             means = zip((*loss_parts, "grad_norm"), torch.stack(losses).mean(0).tolist())
+            newest_share = (batch["opponent"] == NEWEST).float().mean()
             window.add({f"losses/{name}": loss for name, loss in means} | actors.metrics
+                       | {"curriculum/newest_share": newest_share}
                        | {f"perf/{name}_s": seconds for name, seconds in clock.total.items()})  # fmt: skip
-            last, row = update + 1 == args.num_updates, {}
+            row = {}
             if last or (args.eval_interval and (update + 1) % args.eval_interval == 0):
-                rows, weights = evaluate(flat_weights(agent), args), flat_weights(agent)
+                weights = flat_weights(agent)
+                rows = evaluate(weights, args, pause)
                 run.log_eval(global_step, rows)
                 row = summarize(rows) | exploitability(weights, [*league.snapshots.values()], args, last)
-                row |= rank(weights, league.snapshots, args, run.dir) if last else {}
+                row |= rank(weights, league.snapshots, args, run.dir, pause) if last else {}
                 clock.lap("eval")
                 row |= {"perf/eval_s": clock.total["eval"]}
             if last or row or (update + 1) % args.log_interval == 0:

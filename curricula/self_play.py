@@ -161,6 +161,10 @@ class SelfPlay(Curriculum):
         ids, records = np.asarray(state["ids"]).tolist(), np.asarray(state["records"]).tolist()
         if not 1 <= len(ids) <= self.capacity:
             raise ValueError(f"the state holds {len(ids)} opponents, this curriculum 1 to {self.capacity}")
+        if unknown := [i for i in ids if not 0 <= i < state["next_id"]]:
+            raise ValueError(f"the state holds opponents {unknown}, but ids go to {state['next_id'] - 1}")
+        if not np.isfinite(records).all():
+            raise ValueError("the state's records of games are not finite")
         agents = [self._restored(saved) for saved in state["agents"]]
         super()._load(state)
         self._agents, self._records = dict(zip(ids, agents)), dict(zip(ids, records))

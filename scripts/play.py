@@ -10,6 +10,7 @@ are the numbers that the board shows; q leaves. They can also come from a pipe, 
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,17 +26,22 @@ def fail(message):
 
 def load_agent(run):
     """The game's name, the run's module and its policy: obs (B, ...), legal (B, A) -> probabilities (B, A)."""
-    for name in ("config.json", "code.py", "checkpoints"):
+    for name in ("config.json", "code.py"):
         if not (run / name).exists():
             fail(
                 f"{run} is no folder of a run: it has no {name}. Give one such as runs/appo_pfsp/connect_four/seed1-..."
             )
-    args = SimpleNamespace(**json.loads((run / "config.json").read_text())["args"])
+    try:
+        args = SimpleNamespace(**json.loads((run / "config.json").read_text())["args"])
+    except (KeyError, TypeError, ValueError) as error:
+        fail(f"{run}/config.json is damaged ({error!r}): the command of the run writes it anew")
     if getattr(args, "env_id", None) not in GAMES:
         fail(f"{run} is a run of {getattr(args, 'env_id', None)}: only {' and '.join(GAMES)} can be played here")
     checkpoints = sorted((run / "checkpoints").glob("*.pt"))
     if not checkpoints:
-        fail(f"{run}/checkpoints is empty: train first")
+        fail(f"{run} has no checkpoint yet: train on")
+    if not (run / "result.json").exists():
+        print(f"The run is not finished: its newest checkpoint plays, of step {checkpoints[-1].stem.lstrip('0')}.")
     import torch  # seconds, which what is wrong above and --help need not wait for
 
     try:
@@ -46,7 +52,10 @@ def load_agent(run):
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     agent = module.Agent(*module.game_spec(args.env_id), args)
-    agent.load_state_dict(state["agent"])
+    try:
+        agent.load_state_dict(state["agent"])
+    except (KeyError, RuntimeError):
+        fail(f"{checkpoints[-1]} is not of this run's game and network: remove it, and the one before plays")
     return args.env_id, module, module.as_policy(agent)
 
 
@@ -65,7 +74,7 @@ def ask(name, legal):
     allowed = [str(action + 1) for action in np.flatnonzero(legal)]
     while True:
         try:
-            answer = input(f"your {GAMES[name]}: ").strip()
+            answer = input(f"your {GAMES[name]}: ").strip() if sys.stdin else "q"  # None: it was closed
         except EOFError:
             answer = "q"
         if answer in allowed:
@@ -102,6 +111,10 @@ def main():
     options = parser.parse_args()
     try:
         play(*load_agent(options.run), options.agent_first)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's exit would try again, and fail
+        fail("nobody reads the board any more")
     except KeyboardInterrupt:
         raise SystemExit("\nleft the game") from None
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from test_games import openspiel
+from test_games import openspiel, pettingzoo
 from test_runs import Run, assert_same, restored_signals  # noqa: F401
 
 from algos import appo_pfsp as appo
@@ -118,7 +118,7 @@ def test_opponents_are_drawn_where_the_formula_puts_the_mass(weighting):
 def test_a_full_league_evicts_and_keeps_the_first(opponents):
     """SP-06: at most 3 of 10 snapshots are held; who was evicted is neither drawn nor on the shelf."""
     league, _ = make_league(f"--opponents {opponents} --league-size 3 --self-play-share 0 --pfsp-uniform 0.5")
-    league.start()
+    league.shelf.hold(league.snapshots)
     size, gone = len(league.snapshots[0]), set()
     for update in range(1, 20, 2):
         if update == 13:  # the newest snapshots are the easiest by far
@@ -164,6 +164,23 @@ def test_snapshots_come_by_time_or_by_winning_against_all():
     assert league.newest == 6
 
 
+def test_draws_are_young():
+    """Unrolls whose draws wait for an actor where a batch has 2."""
+    for num_actors, most in ((15, 1), (3, 2), (0, 1)):
+        league, args = make_league(f"--num-actors {num_actors}")
+        league.deal()
+        assert league.queue.tasks_waiting(0) == most * args.league_opponents
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_who_plays_is_who_was_drawn(share, tmp_path):
+    """Also where each update evicts a snapshot: without actor processes no draw is older than its unroll."""
+    run = train(tmp_path, f"--num-actors 0 --self-play-share {share} --league-size 2 --snapshot-interval 1 "
+                          "--eval-round-robin 0")  # fmt: skip
+    assert [row["curriculum/newest_share"] for row in run.rows()] == [share] * 10
+    assert not (run.dir / "payoff.json").exists()
+
+
 def test_a_reader_never_has_half_a_snapshot():
     """While a snapshot is being replaced it is gone, also for a reader that came before."""
     shelf, out = appo.Shelf(2, 4), np.zeros(4, np.float32)
@@ -183,7 +200,7 @@ def test_a_reader_never_has_half_a_snapshot():
 # ---- Unrolls ---------------------------------------------------------------------------------------------------------
 
 
-def make_actor(*arguments, draws=(0,)):
+def make_actor(*arguments, draws=(0,), opening=0):
     """An actor whose league holds snapshots 0 (plays its first action), 1 (its second one) and 2 (fresh weights); its
     unrolls draw the opponents `draws` in turn."""
     args = parse(TINY, "--num-actors 0", *arguments)
@@ -191,7 +208,7 @@ def make_actor(*arguments, draws=(0,)):
     weights = [constant(args, 0), constant(args, 1), appo.flat_weights(appo.Agent(*appo.game_spec(args.env_id), args))]
     shelf, queue = appo.Shelf(4, len(weights[0])), appo.SyncQueue(1, task_shape=(2,), prefetch=1000)
     shelf.hold(dict(enumerate(weights)))
-    for task in np.resize([(0, draw) for draw in draws], (1000, 2)):
+    for task in np.resize([(opening, draw) for draw in draws], (1000, 2)):
         queue.put_task(0, task)
     return appo.make_actor(args, np.random.SeedSequence(0), shelf, queue, 0, 0), args, weights
 
@@ -298,14 +315,53 @@ def test_the_recorded_policy_is_the_one_that_acted(lstm_size):
         assert all(torch.isfinite(p.grad).all() for p in agent.parameters() if p.grad is not None)
 
 
-def test_a_snapshot_that_left_the_league_plays_its_games_to_the_end_and_no_others():
-    """And where it is drawn before it leaves, the newest weights play instead."""
-    actor, args, weights = make_actor("--env-id connect_four --num-steps 2", draws=[1, *[0] * 47, *[1, 0, 0, 0] * 40])
+@pytest.mark.parametrize(
+    ("draws", "left"), [([1, 0, 0, 0], {0}), ([1, 1, 1, -1], {appo.NEWEST}), ([1, -1, 0, 0], {0, appo.NEWEST})]
+)
+def test_a_snapshot_that_left_the_league_plays_its_games_to_the_end_and_no_others(draws, left):
+    """Where it is drawn before it leaves, others of the same draw play instead, or else the newest weights."""
+    actor, args, weights = make_actor("--env-id connect_four --num-steps 2", draws=draws)
     unrolls(actor, args, weights[2], 1)
     actor.shelf.hold({0: weights[0], 5: weights[2]})
     rows = np.concatenate([slot["opponent"] for slot in unrolls(actor, args, weights[2], 30)])
     assert (rows[0] == 1).any() and (np.diff((rows == 1).sum(1)) <= 0).all()
-    assert set(rows[-1].tolist()) == {0, appo.NEWEST}
+    assert set(rows[-1].tolist()) == left
+
+
+def test_an_opponents_memory_ends_with_the_game(monkeypatch):
+    actor, args, weights = make_actor("--lstm-size 8", draws=[2])
+    forward, seen = appo.Agent.forward, []
+
+    def spy(self, obs, legal, starts, core):
+        if self is not actor.agent:
+            seen.extend(zip(obs[0, :, 0].sum((1, 2)).tolist(), core.abs().sum((0, 2)).tolist()))
+        return forward(self, obs, legal, starts, core)
+
+    monkeypatch.setattr(appo.Agent, "forward", spy)
+    unrolls(actor, args, weights[2], 4)
+    first, later = ([memory for pieces, memory in seen if (pieces == 0) == new] for new in (True, False))
+    assert len(first) > 20 and not any(first) and np.count_nonzero(later) > 20
+
+
+def test_openings_are_drawn_and_played_from_the_first_game_on():
+    league, _ = make_league("--env-id connect_four --openings 3")
+    league.deal()
+    drawn = [league.queue.get_task(0)[0] for _ in range(300) if league.deal() is None]
+    assert set(drawn) == {0, 1, 2, 3} and np.bincount(drawn).min() > 50
+    actor, args, weights = make_actor("--env-id connect_four --openings 3 --num-steps 30", opening=3)
+    (slot,) = unrolls(actor, args, weights[2], 1)
+    pieces = slot["obs"][slot["starts"]].sum((1, 2, 3))
+    assert len(pieces) > 16 and set(pieces.tolist()) == {3, 4}  # 4: it is the opponent who goes on from there
+
+
+def test_games_against_an_unknown_opponent_are_not_restored():
+    actor, args, weights = make_actor(draws=[1])
+    unrolls(actor, args, weights[2], 1)
+    state = appo.pack(actor.state_dict())
+    state["opponent"][3] = 7
+    with pytest.raises(appo.RunError) as caught:
+        make_actor()[0].load_state_dict(state)
+    assert "not of this game and league: its games are against {7}" in caught.value.code
 
 
 # ---- Mathematics -----------------------------------------------------------------------------------------------------
@@ -335,6 +391,71 @@ def test_the_importance_weight_counts_once(parity):
             assert advantages[t, b].item() == pytest.approx(weight * advantage)
 
 
+def test_the_learner_starts_from_the_policy_that_acted_and_bootstraps(tmp_path, monkeypatch):
+    """In an update of one epoch and one minibatch without lag the KL divergence is 0, by the memory and the masks as
+    they were when acting; it is measured from the policy that acted, here said to be half as likely."""
+    original, targets, seen = appo.Actors.batch, appo.appo_targets, []
+
+    def batch(self):
+        tensors = original(self)
+        tensors["logprob"] -= np.log(2) if self.version >= 5 else 0
+        return tensors
+
+    def spy(*arguments):
+        seen.append(arguments[3:5])
+        return targets(*arguments)
+
+    monkeypatch.setattr(appo.Actors, "batch", batch)
+    monkeypatch.setattr(appo, "appo_targets", spy)
+    run = train(tmp_path, "--num-actors 0 --lstm-size 8 --update-epochs 1 --num-minibatches 1 --learning-rate 0.1")
+    divergence = [row["losses/approx_kl"] for row in run.rows()]
+    np.testing.assert_allclose(divergence, [0] * 5 + [1 - np.log(2)] * 5, atol=1e-5)
+    for values, next_value in seen:  # the first 8 games go on in the other unroll
+        np.testing.assert_allclose(next_value[:8], values[0, 8:], atol=1e-5)
+    assert seen[-1][1].std() > 0.01
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_exploitability_is_of_the_newest_and_of_the_leagues_average():
+    args = parse("--env-id rps --num-actors 0")
+    rock, paper, scissors = (constant(args, action) for action in range(3))
+    found = appo.exploitability(rock, [rock, paper, scissors], args, last=False)
+    assert found == {"eval/nash_conv": pytest.approx(2), "eval/nash_conv_average": pytest.approx(0)}
+
+
+def test_a_greedy_evaluation_plays_the_likeliest_action(monkeypatch):
+    rock = lambda obs, legal, games=None: np.eye(3)[np.zeros(len(obs), int)]  # noqa: E731
+    monkeypatch.setattr(appo, "rivals", lambda name: {"rock": rock})
+    for greedy, results in (("--eval-greedy", {1}), ("", {-1, 0, 1})):
+        args = parse(f"--env-id rps --num-actors 0 {greedy}")
+        agent, weights = appo.acting_agent(args)
+        agent.policy.bias.data[1] = 0.1
+        assert {row["return"] for row in appo.evaluate(weights, args)} == results
+
+
+def test_the_evaluation_at_the_end_costs_one_update_at_most(tmp_path):
+    """The last update begins with a checkpoint, and signals are answered between the matches."""
+    original, updates = appo.match, []
+
+    def match(*arguments):
+        updates.append(Run(tmp_path).state()["update"])
+        if len(updates) == 4:  # in the round robin
+            signal.raise_signal(signal.SIGTERM)
+        return original(*arguments)
+
+    arguments = "--num-actors 0 --checkpoint-interval 100 --eval-round-robin 3"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
+        patch.setattr(appo, "match", match)
+        train(tmp_path, arguments)
+    assert caught.value.code == 75 and updates == [9] * 4 and not (Run(tmp_path).dir / "result.json").exists()
+    run = train(tmp_path, arguments)
+    assert run.json("result.json")["global_step"] == 800 and len(run.rows()) == 10
+    labels = run.json("payoff.json")["labels"]
+    assert labels[0] == "0" and labels[-1] == "learner" and len(labels) == 3
+
+
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -347,7 +468,8 @@ def test_a_run_with_actors_leaves_what_is_documented(num_actors, tmp_path):
              "losses": "policy_loss value_loss entropy approx_kl clipfrac explained_variance grad_norm",
              "async": "policy_lag_mean policy_lag_max policy_lag_sent queue_depth learner_wait_s actor_wait_s dropped",
              "perf": "collect_s update_s dead_steps",
-             "curriculum": "opponents newest_opponent effective_opponents games win_rate_mean win_rate_min rating",
+             "curriculum": "opponents newest_opponent effective_opponents games win_rate_mean win_rate_min rating "
+                           "newest_share",
              "league/0": "win_rate probability rating"}  # fmt: skip
     always = {f"{group}/{name}" for group, text in names.items() for name in text.split()}
     assert all(always <= row.keys() for row in rows) and len(rows) == 10
@@ -435,7 +557,7 @@ def test_an_actor_that_fails_tells_why():
     actors = appo.LeagueActors(league, partial(failing_actor, args, league.shelf, league.queue),
                                appo.Actor.layout(args), 1, 4, 1, None)  # fmt: skip
     with contextlib.closing(actors), pytest.raises(appo.RunError) as caught:
-        league.start()
+        league.shelf.hold(league.snapshots)
         actors.start(weights[0], 0)
         for _ in range(5):
             actors.batch()
@@ -457,6 +579,9 @@ def failing_actor(args, shelf, queue, version, index):
         ({"batch_rollouts": 100}, "--batch-rollouts 100 is no multiple of --envs-per-actor 64: try 128"),
         ({"num_minibatches": 200}, "--num-minibatches 200 of 128 unrolls: try 128 or fewer"),
         ({"total_timesteps": 100}, "100 is less than one update, batch_rollouts 128 x num_steps 16 = 2048"),
+        ({"norm_adv": True, "num_steps": 1, "num_minibatches": 128}, "--num-minibatches 128 leaves 1 move a minibatch"),
+        ({"league_opponents": 65}, "--league-opponents 65 for --envs-per-actor 64: try 64 or fewer"),
+        ({"network": "nature"}, "connect_four shows (2, 6, 7), less than 36 x 36. Use conv or mlp"),
         ({"eval_episodes": 7}, "--eval-episodes 7: an even number"),
         ({"league_size": 1}, "--league-size 1: it must be a number at least 2"),
         ({"openings": 7}, "connect_four can begin with at most 6 random moves"),
@@ -499,8 +624,32 @@ def test_opponents_that_are_unknown_or_an_empty_league_are_refused():
         league.curriculum.get_opponent(5)
     saved = league.state_dict()
     saved["curriculum"] |= {"ids": np.array([], int), "records": np.zeros((0, 4)), "agents": []}
-    with pytest.raises(ValueError, match="the state holds 0 opponents"):
-        league.load_state_dict(saved)
     other = make_league("--env-id connect_four")[0].state_dict()
-    with pytest.raises(ValueError, match="an agent of shape .* in the state is none of this game's"):
-        league.load_state_dict(other)
+    broken, unknown = league.state_dict(), league.state_dict()
+    broken["curriculum"]["records"][0, 1] = np.nan
+    unknown["curriculum"]["ids"][0] = 5
+    for state, words in ((saved, "the state holds 0 opponents"), (broken, "records of games are not finite"),
+                         (other, "in the state is none of this game's"), (unknown, "holds opponents [5]")):  # fmt: skip
+        with pytest.raises(appo.RunError) as caught:
+            league.load_state_dict(state)
+        assert "the checkpoint is not of this game and league" in caught.value.code and words in caught.value.code
+
+
+def test_a_league_that_does_not_fit_is_named():
+    with pytest.raises(appo.RunError) as caught:
+        appo.Shelf(10**9, 10**6)
+    assert "--league-size 1000000000: the snapshots take 3814697266 MiB" in caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("name", "planes"),
+    [("connect_four", 2), pytest.param("connect_four_v3", 2, marks=pettingzoo),
+     pytest.param("chess", 21, marks=openspiel)],
+)  # fmt: skip
+def test_convolutions_are_over_the_board(name, planes):
+    args = parse(f"--env-id {name} --network conv --hidden-size 8")
+    agent, games = appo.Agent(*appo.game_spec(name), args), appo.make_games(name, 2)
+    games.reset(np.random.SeedSequence(0).spawn(2))
+    obs, legal = (torch.from_numpy(array)[None] for array in games.observe())
+    logits, *_ = agent(obs, legal, torch.zeros(1, 2, dtype=torch.bool), agent.initial_core(2))
+    assert agent.torso[0].in_channels == planes and logits.shape == legal.shape

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ def needs(module):
 openspiel, pettingzoo, atari = needs("pyspiel"), needs("pettingzoo"), needs("multi_agent_ale_py")
 OF_OPENSPIEL = ["kuhn_poker", "leduc_poker", "goofspiel(num_cards=4)", "matrix_mp", "othello"]
 ALL = [*LINE_GAMES, "rps", "biased_rps", *(pytest.param(name, marks=openspiel) for name in OF_OPENSPIEL)]
-ALL += [pytest.param("connect_four_v3", marks=pettingzoo), pytest.param("pong_v3", marks=atari)]
+ALL += [pytest.param("connect_four_v3", marks=pettingzoo), pytest.param("texas_holdem_v4", marks=needs("rlcard"))]
+ALL += [pytest.param("chess_v6", marks=needs("chess")), pytest.param("pong_v3", marks=atari)]
 
 
 def seeds(count, seed=0):
@@ -194,10 +196,10 @@ def test_line_games_are_those_of_openspiel(name):
 @pettingzoo
 def test_connect_four_of_pettingzoo_is_the_same_game():
     ours, theirs = make("connect_four", 4), make("connect_four_v3", 4)
-    assert (theirs.obs_shape, theirs.num_actions) == ((6, 7, 2), 7)
+    assert (theirs.obs_shape, theirs.num_actions) == ((2, 6, 7), 7)
     for player, obs, legal, actions, rewards, ended in play(ours, 90, np.random.default_rng(2)):
         np.testing.assert_array_equal(theirs.player, player)
-        np.testing.assert_array_equal(theirs.observe()[0].transpose(0, 3, 1, 2), obs)
+        np.testing.assert_array_equal(theirs.observe()[0], obs)
         np.testing.assert_array_equal(theirs.observe()[1], legal)
         for found, expected in zip(theirs.step(actions), (rewards, ended)):
             np.testing.assert_array_equal(found, expected)
@@ -405,7 +407,8 @@ def test_pong_shows_each_player_the_own_paddle_at_the_right():
         pytest.param("coordinated_mp", "coordinated_mp has neither an information state tensor", marks=openspiel),
         pytest.param("goofspiel(cards=4)", "OpenSpiel cannot load goofspiel", marks=openspiel),
         pytest.param("rps_v2", "rps_v2 has 2 players and shows .*it takes 2 and an action_mask", marks=pettingzoo),
-        ("konnect_four_v3", "No module named .*konnect_four_v3.*scripts/run --extra pettingzoo"),
+        pytest.param("konnect_four_v3", "no game konnect_four_v3. Nearest: connect_four_v3", marks=pettingzoo),
+        pytest.param("hanabi_v5", "PettingZoo cannot make hanabi_v5: Hanabi depends on", marks=pettingzoo),
     ],
 )
 def test_other_games_are_refused(name, message):
@@ -414,7 +417,8 @@ def test_other_games_are_refused(name, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name, module, extra", [("kuhn_poker", "pyspiel", "openspiel"), ("pong_v3", "cv2", "atari")])
+@pytest.mark.parametrize("name, module, extra", [("kuhn_poker", "pyspiel", "openspiel"), ("pong_v3", "cv2", "atari"),
+                                                 ("go_v5", "pettingzoo.classic", "pettingzoo")])  # fmt: skip
 def test_a_missing_package_is_one_line(name, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=rf"{module}.* scripts/run --extra {extra} "):
@@ -749,14 +753,15 @@ def finished_run(tmp_path):
     return make_run
 
 
-def run_play(*arguments, moves=""):
-    command = [sys.executable, "scripts/play.py", *map(str, arguments)]
-    return subprocess.run(command, input=moves, capture_output=True, text=True, cwd=ROOT, timeout=60)
+def run_play(*arguments, moves="", shell=""):
+    command = f"{shlex.join([sys.executable, 'scripts/play.py', *map(str, arguments)])} {shell}"
+    return subprocess.run(command, shell=True, input=moves, capture_output=True, text=True, cwd=ROOT, timeout=60)
 
 
 def test_play_connect_four_and_win(finished_run):
     done = run_play(finished_run("connect_four", 6, 5), moves="1\n1\n9\n1\n1\n")
     assert done.returncode == 0 and done.stdout.endswith("You win.\n"), done
+    assert done.stdout.startswith("The run is not finished: its newest checkpoint plays, of step 2.\n")
     assert "'9' is no move here: 1 2 3 4 5 6 7, or q to leave" in done.stdout
     last = done.stdout.split("you: column 1\n")[-1].splitlines()
     assert last[:7] == [
@@ -788,9 +793,19 @@ def test_play_says_what_is_wrong(finished_run, tmp_path):
         done = run_play(run)
         assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
     newest = finished_run("tic_tac_toe") / "checkpoints" / "000000000002.pt"
+    (tmp_path / "result.json").touch()
+    closed = run_play(tmp_path, shell="<&-")
+    assert (
+        closed.returncode == 0 and closed.stdout.startswith("You are X") and closed.stdout.endswith("left the game\n")
+    )
+    assert run_play(tmp_path, shell="| true").stderr == "error: nobody reads the board any more\n"
+    torch.save({"agent": {"weights": torch.ones(7)}}, newest)
+    assert run_play(tmp_path).stderr.startswith(f"error: {newest} is not of this run's game and network")
     newest.write_bytes(b"no checkpoint")
     assert f"{newest} cannot be read" in run_play(newest.parent.parent).stderr
     for path in newest.parent.iterdir():
         path.unlink()
-    assert "checkpoints is empty: train first" in run_play(newest.parent.parent).stderr
+    assert run_play(tmp_path).stderr == f"error: {tmp_path} has no checkpoint yet: train on\n"
+    (tmp_path / "config.json").write_text('{"args": {')
+    assert run_play(tmp_path).stderr.startswith(f"error: {tmp_path}/config.json is damaged (JSONDecodeError")
     assert "--agent-first" in run_play("--help").stdout
