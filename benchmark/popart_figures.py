@@ -82,7 +82,7 @@ def main(args):
     games = [key.split("/")[1] for key in keys if key.startswith("tasks/") and key.endswith("/episodic_return")]
     if not games:
         raise SystemExit(f"error: {folder} holds no tasks/<game>/episodic_return: is it a suite of impala_popart.py?")
-    algorithms = list(metrics["algorithm"].drop_duplicates())
+    algorithms = list(pd.read_parquet(folder / "runs.parquet")["algorithm"].drop_duplicates())  # as the suite has them
     with matplotlib.rc_context(SETTINGS):
         figure = draw(metrics, games, algorithms, np.linspace(0, metrics["global_step"].max(), args.bins + 1))
         (folder / "figures").mkdir(exist_ok=True)
