@@ -1180,9 +1180,9 @@ def mcts(name, simulations=100, c=2.0, seed=0):
     return policy
 
 
-def match(policy_a, policy_b, name, num_games, seed=0):
-    """Side by side, `num_games` games, an even number: a is player 0 in every other one. Returns what a has got and how
-    many moves both made, (num_games,) each."""
+def match(policy_a, policy_b, name, num_games, seed=0, pause=lambda: None):
+    """Side by side, `num_games` games, an even number: a is player 0 in every other one; pause() before each move of
+    all. Returns what a has got and how many moves both made, (num_games,) each."""
     if num_games < 2 or num_games % 2:
         raise ValueError(f"a match of {num_games} games: it takes an even number, so that each plays both seats alike")
     *seeds, moves = np.random.SeedSequence(seed).spawn(num_games + 1)
@@ -1190,6 +1190,7 @@ def match(policy_a, policy_b, name, num_games, seed=0):
     games.reset(seeds)
     returns, lengths, playing = np.zeros(num_games), np.zeros(num_games, np.int64), np.arange(num_games)
     while len(playing):
+        pause()
         (obs, legal), own = games.observe(playing), games.player[playing] == seat[playing]
         probabilities = np.zeros(legal.shape)
         for policy, turn in ((policy_a, own), (policy_b, ~own)):
@@ -1211,12 +1212,11 @@ def score(returns):
 
 def round_robin(policies, name, num_games, seed=0, pause=lambda: None):
     """Mean scores (n, n) of each policy (row) against each (column) in `num_games` a pair, 1/2 against itself; pause()
-    before each pair."""
+    before each move."""
     payoff = np.full((len(policies), len(policies)), 0.5)
     for i in range(len(policies)):
         for j in range(i):
-            pause()
-            payoff[i, j] = score(match(policies[i], policies[j], name, num_games, seed)[0])
+            payoff[i, j] = score(match(policies[i], policies[j], name, num_games, seed, pause)[0])
             payoff[j, i] = 1 - payoff[i, j]
     return payoff
 
@@ -1247,7 +1247,8 @@ def plot_payoff(payoff, labels, path):
     figure.colorbar(axes.imshow(payoff, cmap="RdBu", vmin=0, vmax=1))
     for i in range(n if n <= 20 else 0):
         for j in range(n):
-            axes.text(j, i, f"{payoff[i][j]:.2f}", ha="center", va="center", fontsize=7)
+            color = "white" if abs(payoff[i][j] - 0.5) > 0.35 else "black"
+            axes.text(j, i, f"{payoff[i][j]:.2f}", ha="center", va="center", fontsize=7, color=color)
     figure.savefig(path)
 
 
@@ -2544,13 +2545,12 @@ def rivals(name):
 
 def evaluate(weights, args, pause=lambda: None):
     """Plays args.eval_episodes games against each rival, half of them as either player, seeded by args.eval_seed alone;
-    pause() before each. Returns a row per game: the rival as `level`, the seat, the return, the number of moves."""
+    pause() before each move. Returns a row per game: the rival as `level`, the seat, the return, its moves."""
     agent, flat = acting_agent(args)
     flat[:], rows = weights, []
     for name, rival in rivals(args.env_id).items():
-        pause()
         policy = as_policy(agent, args.eval_episodes, args.eval_greedy)
-        returns, lengths = match(policy, rival, args.env_id, args.eval_episodes, args.eval_seed)
+        returns, lengths = match(policy, rival, args.env_id, args.eval_episodes, args.eval_seed, pause)
         rows += [{"split": "eval", "level": name, "seat": i % 2, "return": float(total), "length": int(length)}
                  for i, (total, length) in enumerate(zip(returns, lengths))]  # fmt: skip
     return rows
@@ -2594,7 +2594,7 @@ def exploitability(weights, snapshots, args, last):
 
 def rank(weights, snapshots, args, folder, pause=lambda: None):
     """A round robin of args.eval_round_robin policies, the league's snapshots {id: weights} and the learner, pause()
-    before each pair: payoff.json, payoff.png in the folder. Returns the learner's Elo rating, where the oldest snapshot
+    before each move: payoff.json, payoff.png in the folder. Returns the learner's Elo rating, where the oldest snapshot
     has 1000."""
     if args.lstm_size or not args.eval_round_robin:
         return {}
@@ -2646,7 +2646,7 @@ def train(args):
         return state | {"update": update, "global_step": global_step, "row": row, "next_obs": None}
 
     def pause():
-        """Between the matches of an evaluation, which can take minutes: answers a signal as `run.checkpoint` does."""
+        """Between the moves of an evaluation, which can take minutes: answers a signal as `run.checkpoint` does."""
         if run.signals and args.eval_only:
             raise SystemExit(75)
         if run.signals:

@@ -15,6 +15,7 @@ from test_games import openspiel, pettingzoo
 from test_runs import Run, assert_same, restored_signals  # noqa: F401
 
 from algos import appo_pfsp as appo
+from benchmark.suite import Suite
 
 TINY = ("--env-id tic_tac_toe --envs-per-actor 8 --batch-rollouts 16 --num-steps 5 --hidden-size 16 --log-interval 1 "
         "--league-size 4 --snapshot-interval 2 --num-minibatches 2 --eval-episodes 2 --progress none "
@@ -63,6 +64,39 @@ def test_the_average_of_fictitious_self_play_approaches_one_third_each(seed, tmp
     result = appo.train(args)
     np.testing.assert_allclose(average_policy(Run(tmp_path), args), 1 / 3, atol=0.05)
     assert result["eval/nash_conv_average"] < 0.1
+
+
+def test_the_figures_show_the_snapshots_and_the_nash_conv_of_the_runs(tmp_path, monkeypatch):
+    figures = pytest.importorskip("benchmark.pfsp_figures", reason="needs --extra benchmark", exc_type=ImportError)
+    with pytest.raises(SystemExit, match="no tables in .*: run benchmark/run.py collect s"):
+        figures.main(figures.Args("s", tmp_path))
+    arguments = {**dict.fromkeys(("num_actors", "eval_round_robin"), 0), "envs_per_actor": 16, "batch_rollouts": 16,
+                 "num_steps": 1, "hidden_size": 8, "snapshot_interval": 2, "eval_interval": 4, "eval_episodes": 2,
+                 "num_minibatches": 1, "progress": "none"}  # fmt: skip
+    tables = [{"name": name, "script": "algos/appo_pfsp.py", "args": {"opponents": name}} for name in ("self", "fsp")]
+    suite = Suite(name="s", environments=["rps"], seeds=[1], budget=160, args=arguments, algorithms=tables)
+    from benchmark.collect import collect
+
+    folder = tmp_path / "s" / "runs" / suite.runs[0].id  # the other is not done yet
+    appo.train(appo.Args(env_id="rps", opponents="self", total_timesteps=160, run_dir=folder, **arguments))
+    run, drawn = Run(folder), []
+    collect(suite, tmp_path)
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    figures.main(figures.Args("s", tmp_path))
+    above, below = drawn[0].subfigs
+    paths, missing = above.axes
+    assert len(paths.lines) == 4 and not missing.lines
+    _, newest, average, equilibrium = (np.column_stack(line.get_data()) for line in paths.lines)
+    policy = np.linalg.lstsq(np.vstack([figures.CORNERS.T, np.ones(3)]), np.append(average[-1], 1), rcond=None)[0]
+    np.testing.assert_allclose(policy, average_policy(run, parse("--env-id rps --hidden-size 8"))[0], atol=1e-6)
+    np.testing.assert_allclose(newest.mean(0), average[-1])
+    assert len(newest) == 6  # the initial policy and five more
+    np.testing.assert_allclose(equilibrium[0], figures.CORNERS.mean(0))
+    rows = [row for row in run.rows() if "eval/nash_conv" in row]
+    lines = {line.get_label(): line.get_ydata() for line in below.axes[0].lines}
+    assert len(rows) == 3  # after 4, 8 and all 10 updates
+    np.testing.assert_allclose(lines["self, average"], [row["eval/nash_conv_average"] for row in rows])
+    np.testing.assert_allclose(lines["self, newest"], [row["eval/nash_conv"] for row in rows])
 
 
 @openspiel
@@ -436,20 +470,22 @@ def test_a_greedy_evaluation_plays_the_likeliest_action(monkeypatch):
 
 
 def test_the_evaluation_at_the_end_costs_one_update_at_most(tmp_path):
-    """The last update begins with a checkpoint, and signals are answered between the matches."""
-    original, updates = appo.match, []
+    """The last update begins with a checkpoint, and signals are answered in the middle of a match."""
+    original, updates, played = appo.match, [], []
 
     def match(*arguments):
         updates.append(Run(tmp_path).state()["update"])
         if len(updates) == 4:  # in the round robin
             signal.raise_signal(signal.SIGTERM)
-        return original(*arguments)
+        played.append(original(*arguments))
+        return played[-1]
 
     arguments = "--num-actors 0 --checkpoint-interval 100 --eval-round-robin 3"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
         patch.setattr(appo, "match", match)
         train(tmp_path, arguments)
-    assert caught.value.code == 75 and updates == [9] * 4 and not (Run(tmp_path).dir / "result.json").exists()
+    assert caught.value.code == 75 and updates == [9] * 4 and len(played) == 3
+    assert not (Run(tmp_path).dir / "result.json").exists()
     run = train(tmp_path, arguments)
     assert run.json("result.json")["global_step"] == 800 and len(run.rows()) == 10
     labels = run.json("payoff.json")["labels"]
