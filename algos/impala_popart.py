@@ -1,56 +1,54 @@
 """IMPALA with multi-task PopArt: one agent for many games whose rewards may have any scale.
 
 Papers: Hessel et al. 2018, arXiv:1809.04474 (multi-task PopArt); Espeholt et al. 2018, arXiv:1802.01561 (IMPALA).
+For Gymnasium games; impala_popart_atari.py plays Atari, with pixel control, impala_popart_procgen.py Procgen.
 
   Train:     python algos/impala_popart.py --suite mixed --num-actors 0 --lstm-size 0 --learning-rate 2e-3
              --popart-beta 1e-2 --total-timesteps 1000000
-  Atari:     python algos/impala_popart.py --env-id Boxing-v5,Breakout-v5 --network nature --total-timesteps 2000000
   Baselines: the same with --no-popart (IMPALA), or with --no-popart --multi-head (MultiHead-IMPALA)
   Evaluate:  the training command with --eval-only appended (newest checkpoint; a row per episode goes to eval.jsonl)
-  PBT:       members with --pbt and a --seed or --exp-name each. A controller ends one by SIGTERM (it saves, and exits
-             75), may replace its checkpoints/ by a better member's, and starts it again with other --learning-rate,
-             --ent-coef, --rmsprop-eps or --max-grad-norm
+  PBT:       a controller ends members (--pbt) by SIGTERM, may replace checkpoints/ by that of a better one, and starts
+             them again with other --learning-rate, --ent-coef, --rmsprop-eps or --max-grad-norm
 
 Differs from the paper: V-trace takes the value of the true final observation at a truncation, which is no termination.
 """
 
-import atexit
+import ast
 import ctypes
 import difflib
 import fcntl
 import functools
 import hashlib
-import importlib.util
+import io
 import json
 import math
 import mmap
 import multiprocessing
 import os
-import platform
 import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
-from datetime import timedelta
+import weakref
+from array import array
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field, fields
 from functools import partial
 from multiprocessing import connection, resource_tracker
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import nn
-from torch.nn import functional as F
 from tqdm import tqdm
 
 # ---- 1. Arguments ----------------------------------------------------------------------------------------------------
@@ -59,12 +57,12 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # run
-    exp_name: str = "impala_popart"  # folder under run_dir
+    exp_name: str = Path(__file__).stem  # folder under run_dir
     seed: int = 1  # all randomness but the evaluation's derives from it
     device: Literal["auto", "cpu", "cuda"] = "auto"  # the learner's (auto: cuda if there is one); actors use the CPU
     deterministic: bool = False  # only deterministic GPU kernels (on a CPU num_actors 0 always repeats to the bit)
     torch_threads: int = 1  # CPU threads for the learner; 0: all cores. The count changes rounding
-    run_dir: Path = Path("runs")  # results go to run_dir/exp_name/env_id/seed<k>-<hash of the other arguments>
+    run_dir: Path = Path("runs")  # results go to run_dir/exp_name/env_id/seed<k>-<hash of program and other arguments>
     resume: Literal["auto", "never", "must"] = "auto"  # go on from this command's newest checkpoint
     checkpoint_interval: int = 100  # updates between checkpoints
     keep_checkpoints: int = 2  # newest checkpoints to keep
@@ -83,7 +81,7 @@ class Args:
     reward_clip: Literal["none", "unit"] = "none"  # unit: learn from rewards clipped to [-1, 1]; returns stay raw
 
     # algorithm
-    total_timesteps: int = 2_000_000  # agent steps, dead autoreset ones included; rounded up to whole updates
+    total_timesteps: int = 2_000_000  # agent steps; rounded up to whole updates
     network: Literal["auto", "mlp", "nature", "impala"] = "auto"  # auto: mlp for vectors, the paper's ResNet for images
     lstm_size: int = 256  # units of the LSTM on top, which also sees the last action and clipped reward; 0: none
     learning_rate: float = 6e-4  # RMSProp step size at the start
@@ -102,11 +100,11 @@ class Args:
     multi_head: bool = False  # with --no-popart: a value head per task, not normalised (MultiHead-IMPALA)
     popart_beta: float = 3e-4  # step size of the statistics: a memory of 1 / beta rollouts of a task
     popart_second_moment: Literal["sq-mean", "mean-sq"] = "sq-mean"  # of a rollout: squared mean target, or mean square
-    pixel_control_coef: float = 0.0  # weight of the pixel control loss; 0: off
 
     # evaluation
     eval_interval: int = 0  # updates between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes per game and evaluation
+    eval_max_steps: int = 27_000  # evaluation episodes still running after so many steps count as they are
     eval_seed: int = 10_000  # seeds the evaluation episodes, the same for every run and algorithm
     eval_greedy: bool = False  # evaluate the most likely action (--no-eval-greedy: sample, as the paper does)
     eval_only: bool = False  # evaluate the newest checkpoint of this same command and stop
@@ -117,44 +115,29 @@ class Args:
     num_updates: int = field(init=False)
 
     def __post_init__(self):
-        at_least = dict.fromkeys(("envs_per_actor", "num_steps", "batch_rollouts", "total_timesteps", "eval_episodes",
-                                  "checkpoint_interval", "keep_checkpoints", "log_interval"), 1)  # fmt: skip
-        at_least |= dict.fromkeys(("seed", "num_actors", "max_policy_lag", "lstm_size", "learning_rate", "rmsprop_eps",
-                                   "max_grad_norm", "rho_bar", "c_bar", "ent_coef", "vf_coef", "pixel_control_coef",
-                                   "eval_interval"), 0)  # fmt: skip
-        limits = {name: (low, math.inf) for name, low in at_least.items()}
-        limits |= dict.fromkeys(("gamma", "rmsprop_decay", "popart_beta"), (0, 1))
-        check_numbers(self, limits | {"eval_seed": (0, 2**64 - 1), "torch_threads": (0, 1024)})
+        at_least_0 = dict.fromkeys(("seed", "num_actors", "max_policy_lag", "eval_interval"), (0, math.inf))
+        check_numbers(self, gamma=(0, 1), rmsprop_decay=(0, 1), popart_beta=(0, 1), eval_seed=(0, 2**64 - 1),
+                      torch_threads=(0, 1024), lstm_size=(0, 4096), **at_least_0)  # fmt: skip
         self.games = parse_games(self.env_id)
-        self.batch_size = self.batch_rollouts * self.num_steps
-        self.num_updates = -(-self.total_timesteps // self.batch_size)
         E, P, B = self.envs_per_actor, self.num_actors, self.batch_rollouts
+        self.batch_size = B * self.num_steps
+        self.num_updates = -(-self.total_timesteps // self.batch_size)
         if B % E:
-            nearest_fit = max(round(B / E), 1) * E
-            raise ValueError(f"--batch-rollouts {B} is no multiple of --envs-per-actor {E}: try {nearest_fit}")
-        if self.total_timesteps < self.batch_size:
-            raise ValueError(f"--total-timesteps {self.total_timesteps} is less than one update, batch_rollouts {B} x "
-                             f"num_steps {self.num_steps} = {self.batch_size}: ask for more")  # fmt: skip
-        assign_tasks(self.games, max(P, 1) * E)
-        space = shared_space(self.games)[0]
-        has_pixels = len(space.obs_shape) == 3
-        if self.pixel_control_coef and not (has_pixels and space.obs_dtype == np.uint8):
-            raise ValueError(f"--pixel-control-coef {self.pixel_control_coef}: {self.env_id} has no pixels (uint8)")
-        if self.network in ("nature", "impala") and not has_pixels:
-            raise ValueError(f"--network {self.network} sees images, and {self.env_id} has none: use mlp or auto")
+            fitting = max(round(B / E), 1) * E
+            raise ValueError(f"--batch-rollouts {B} is no multiple of --envs-per-actor {E}: try {fitting}")
+        if max(P, 1) * E < len(self.games):
+            raise ValueError(f"{max(P, 1) * E} environments (num_actors x envs_per_actor) cannot play "
+                             f"{len(self.games)} games: try --envs-per-actor {len(self.games)}")  # fmt: skip
         if self.popart and self.multi_head:
             raise ValueError("--multi-head is the baseline without PopArt, which has its own heads: add --no-popart")
-        if self.max_policy_lag is not None and self.num_slots < P:
-            raise ValueError(f"--max-policy-lag {self.max_policy_lag} leaves {B // E} x {self.max_policy_lag + 1} = "
-                             f"{self.num_slots} unrolls at a time for --num-actors {P}: "
-                             f"try {-(-P * E // B) - 1} or fewer actors")  # fmt: skip
+        if self.num_slots < P:
+            raise ValueError(f"--max-policy-lag {self.max_policy_lag} leaves {self.num_slots} unrolls at a time for "
+                             f"--num-actors {P}: try {-(-P * E // B) - 1} or fewer actors")  # fmt: skip
+        space = shared_space(self.games)[0]
+        if self.network in ("nature", "impala") and len(space.obs_shape) != 3:
+            raise ValueError(f"--network {self.network} sees images, and {self.env_id} has none: use mlp or auto")
         with torch.device("meta"):  # takes no memory
-            parameters = sum(p.numel() for p in Agent(space, len(self.games), self).parameters())
-        size = 4 * parameters * (5 + P)  # learner: weights, gradients, mean squares, a copy to publish; board; actors
-        if size > available_memory():
-            raise ValueError(f"--lstm-size {self.lstm_size} makes a network of {parameters / 1e6:.0f} million weights: "
-                             f"{size / 2**20:.0f} MiB for the learner and the actors, and "
-                             f"{available_memory() / 2**20:.0f} MiB are available")  # fmt: skip
+            Agent(space, len(self.games), self)  # ValueError: the images are too small for the network
 
     @property
     def num_slots(self):
@@ -163,20 +146,16 @@ class Args:
         slots = self.num_actors + 2 * batch if self.num_actors else batch
         return slots if self.max_policy_lag is None else min(slots, batch * (self.max_policy_lag + 1))
 
-    @property
-    def tunable(self):
-        """Arguments that a resume of this run may change."""
-        return ("learning_rate", "ent_coef", "rmsprop_eps", "max_grad_norm") if self.pbt else ()
-
 
 # Copied from algos/ppo.py:check_numbers
-def check_numbers(args, limits):
-    """ValueError that names the first argument outside its limits, {name: (low, high)}, or not finite. None passes."""
-    for name, (low, high) in limits.items():
-        value = getattr(args, name)
-        if value is not None and not (low <= value <= high and value < math.inf):
+def check_numbers(args, **limits):
+    """ValueError for a number outside `limits`, (low, high); where none are given, an int is >= 1 and a float >= 0."""
+    for entry in fields(args):
+        types, value = {entry.type, *get_args(entry.type)}, getattr(args, entry.name, None)
+        low, high = limits.get(entry.name, (int(int in types), math.inf))
+        if types & {int, float} and value is not None and not (low <= value <= high and value < math.inf):
             allowed = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-            raise ValueError(f"--{name.replace('_', '-')} {value}: it must be a number {allowed}")
+            raise ValueError(f"--{entry.name.replace('_', '-')} {value}: it must be a number {allowed}")
 
 
 # ---- 2. Environments -------------------------------------------------------------------------------------------------
@@ -190,113 +169,16 @@ class RunError(SystemExit):
         super().__init__(f"error: {message}")
 
 
-# Copied from algos/ppo.py:nearest
-def nearest(name, known):
-    """The three known names most like `name`, for error messages."""
-    by_lower = {k.lower(): k for k in known}
-    return ", ".join(by_lower[k] for k in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.3)) or "none"
-
-
-# Copied from algos/ppo.py:Episodes
-class Episodes(gym.Wrapper):
-    """Seeds each episode from its own generator and remembers its actions, so that any environment that repeats itself
-    can be saved and restored (`get_state`, `set_state`) by playing the unfinished episode again."""
-
-    def __init__(self, env, seed, index=0):
-        super().__init__(env)
-        self.rng, self.index = np.random.default_rng(seed), index
-
-    def reset(self, *, seed=None, options=None):
-        self.episode_seed, self.actions = int(self.rng.integers(2**31)), []
-        return self.env.reset(seed=self.episode_seed, options=options)
-
-    def step(self, action):
-        self.actions.append(np.array(action))
-        try:
-            return self.env.step(action)
-        except Exception as error:
-            where = f"environment {self.index}, step {len(self.actions)} of the episode with seed {self.episode_seed}"
-            raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
-
-    def get_state(self):
-        actions = np.array(self.actions) if self.actions else None
-        return {"rng": self.rng.bit_generator.state, "seed": self.episode_seed, "actions": actions}
-
-    def set_state(self, states):
-        state = states[self.index]
-        self.rng.bit_generator.state, self.episode_seed, self.actions = state["rng"], state["seed"], []
-        self.env.reset(seed=self.episode_seed)
-        for action in () if state["actions"] is None else np.asarray(state["actions"]):
-            self.step(action)
-
-
-# Scores of a uniformly random policy and of a human tester, after no-op starts, with 108,000 frames at most an episode
-# (dqn_zoo, atari_data.py). The games are the suite atari57.
-HUMAN_RANDOM = """
-Alien 227.8 7127.7, Amidar 5.8 1719.5, Assault 222.4 742, Asterix 210 8503.3, Asteroids 719.1 47388.7,
-Atlantis 12850 29028.1, BankHeist 14.2 753.1, BattleZone 2360 37187.5, BeamRider 363.9 16926.5, Berzerk 123.7 2630.4,
-Bowling 23.1 160.7, Boxing 0.1 12.1, Breakout 1.7 30.5, Centipede 2090.9 12017, ChopperCommand 811 7387.8,
-CrazyClimber 10780.5 35829.4, Defender 2874.5 18688.9, DemonAttack 152.1 1971, DoubleDunk -18.6 -16.4, Enduro 0 860.5,
-FishingDerby -91.7 -38.7, Freeway 0 29.6, Frostbite 65.2 4334.7, Gopher 257.6 2412.5, Gravitar 173 3351.4,
-Hero 1027 30826.4, IceHockey -11.2 0.9, Jamesbond 29 302.8, Kangaroo 52 3035, Krull 1598 2665.5,
-KungFuMaster 258.5 22736.3, MontezumaRevenge 0 4753.3, MsPacman 307.3 6951.6, NameThisGame 2292.3 8049,
-Phoenix 761.4 7242.6, Pitfall -229.4 6463.7, Pong -20.7 14.6, PrivateEye 24.9 69571.3, Qbert 163.9 13455,
-Riverraid 1338.5 17118, RoadRunner 11.5 7845, Robotank 2.2 11.9, Seaquest 68.4 42054.7, Skiing -17098.1 -4336.9,
-Solaris 1236.3 12326.7, SpaceInvaders 148 1668.7, StarGunner 664 10250, Surround -10 6.5, Tennis -23.8 -8.3,
-TimePilot 3568 5229.2, Tutankham 11.4 167.6, UpNDown 533.4 11693.2, Venture 0 1187.5, VideoPinball 16256.9 17667.9,
-WizardOfWor 563.5 4756.5, YarsRevenge 3092.9 54576.9, Zaxxon 32.5 9173.3"""
-HUMAN_RANDOM = {name: (float(r), float(h)) for name, r, h in map(str.split, HUMAN_RANDOM.split(","))}
-
-SUITES = {
-    "mixed": ("CartPole-v1@100", "Acrobot-v1", "CartPole-v1@0.01"),  # returns up to 50,000, about -80, up to 5
-    "atari57": tuple(f"{name}-v5" for name in HUMAN_RANDOM),
-    "procgen16": ("bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot", "heist",
-                  "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot"),
-    "dmlab30": (
-        "rooms_collect_good_objects_train", "rooms_exploit_deferred_effects_train", "rooms_select_nonmatching_object",
-        "rooms_watermaze", "rooms_keys_doors_puzzle", "language_select_described_object",
-        "language_select_located_object", "language_execute_random_task", "language_answer_quantitative_question",
-        "lasertag_one_opponent_small", "lasertag_three_opponents_small", "lasertag_one_opponent_large",
-        "lasertag_three_opponents_large", "natlab_fixed_large_map", "natlab_varying_map_regrowth",
-        "natlab_varying_map_randomized", "skymaze_irreversible_path_hard", "skymaze_irreversible_path_varied",
-        "psychlab_arbitrary_visuomotor_mapping", "psychlab_continuous_recognition", "psychlab_sequential_comparison",
-        "psychlab_visual_search", "explore_object_locations_small", "explore_object_locations_large",
-        "explore_obstructed_goals_small", "explore_obstructed_goals_large", "explore_goal_locations_small",
-        "explore_goal_locations_large", "explore_object_rewards_few", "explore_object_rewards_many",
-    ),
-}  # fmt: skip
-
-PACKAGES = {
-    "procgen": "pip install --no-deps procgen-mirror==0.10.7 gym3==0.3.3",
-    "envpool": "pip install envpool==1.2.5",
-    "ale_py": "scripts/run --extra atari, or pip install ale-py==0.12.1 opencv-python-headless==5.0.0.93",
-    "deepmind_lab": "build it from github.com/google-deepmind/lab, no package index has it",
-}
-
-
-def human_normalized(game, score):
-    """(score - random) / (human - random) of an Atari game; None for other games."""
-    low_high = HUMAN_RANDOM.get(game.removeprefix("ALE/").removesuffix("-v5"))
-    return low_high and (score - low_high[0]) / (low_high[1] - low_high[0])
-
-
-def human_median(prefix, means):
-    """{tag: median human-normalised score} of the Atari games in {game: mean return}."""
-    scores = [human_normalized(game, mean) for game, mean in means.items()]
-    scores = [score for score in scores if score is not None]
-    return {f"{prefix}/human_normalized_median": np.median(scores)} if scores else {}
+SUITES = {"mixed": ("CartPole-v1@100", "Acrobot-v1", "CartPole-v1@0.01")}  # returns up to 50,000, about -80, up to 5
 
 
 def parse_games(env_id):
-    """The games of a suite, or of a comma-separated list: Gymnasium ids (also module:id), Atari games of envpool
-    (Pong-v5) and of ale-py (ALE/Pong-v5), Procgen games, DMLab-30 levels. GAME@100: its rewards are 100 times as large.
-    ValueError for a game that is unknown, listed twice, or without its package."""
+    """The games of a suite, or of a comma-separated list: Gymnasium ids (also module:id). GAME@100: its rewards are 100
+    times as large. ValueError for a game that is listed twice."""
     games = SUITES.get(env_id) or tuple(env_id.split(","))
     for game in games:
         if games.count(game) > 1:
             raise ValueError(f"--env-id {env_id}: {game} is listed more than once")
-        package_of(game)
-        split_scale(game)
     return games
 
 
@@ -309,59 +191,24 @@ def split_scale(game):
     raise ValueError(f"--env-id {game}: what follows @ must be a number, the factor of its rewards")
 
 
-def package_of(game):
-    """The package that plays a game. ValueError: no such game, or its package is missing and how to get it."""
-    name = game.partition("@")[0]
-    if name in SUITES["procgen16"]:
-        package = "procgen"
-    elif name in SUITES["dmlab30"]:
-        package = "deepmind_lab"
-    elif name.startswith("ALE/"):
-        package = "ale_py"
-    else:
-        package = "gymnasium" if ":" in name or name in gym.registry else "envpool"
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"--env-id {game} needs {package}: {PACKAGES[package]}")
-    if package == "envpool":
-        known = {id for id, (module, *_) in importlib.import_module("envpool").registration.registry.specs.items()
-                 if module == "envpool.atari"}  # fmt: skip
-        if name not in known:
-            known |= {*gym.registry, *SUITES, *SUITES["procgen16"], *SUITES["dmlab30"]}
-            raise ValueError(f"--env-id {game}: there is no such game or suite. Nearest: {nearest(name, known)}")
-    elif package in ("gymnasium", "ale_py"):
-        try:
-            importlib.import_module(name.rpartition(":")[0] or package)  # registers its ids
-            gym.spec(name.rpartition(":")[2])
-        except (gym.error.Error, ImportError) as error:
-            reason = str(error).split("\n")[0]
-            raise ValueError(f"--env-id {game}: {reason}. Nearest: {nearest(name, gym.registry)}") from error
-    return package
-
-
 class Space(NamedTuple):
     """What an agent has to know of a game."""
 
     obs_shape: tuple
     obs_dtype: type
     num_actions: int
-    frame_skip: int = 1  # emulator frames per step
 
 
 @functools.cache
 def game_space(game):
-    package = package_of(game)
-    if package in ("envpool", "ale_py"):
-        return Space((4, 84, 84), np.uint8, 18, 4)
-    if package == "procgen":
-        return Space((64, 64, 3), np.uint8, 15)
-    if package == "deepmind_lab":
-        return Space((72, 96, 3), np.uint8, 9, 4)
+    """ValueError: there is no such game, its package is missing, or its actions are none that this script takes."""
     try:
         with closing(make_env(game)) as env:
             obs_space, actions = env.observation_space, env.action_space
-    except Exception as error:  # a package of its own is missing, its observations cannot be flattened, ...
+    except Exception as error:  # no such id, a package of its own is missing, it cannot be flattened, ...
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise ValueError(f"--env-id {game} cannot be made: {reason}") from error
+        nearest = ", ".join(difflib.get_close_matches(game, [*SUITES, *gym.registry], cutoff=0.3))
+        raise ValueError(f"--env-id {game} cannot be made: {reason} Nearest: {nearest}") from error
     if not isinstance(actions, gym.spaces.Discrete):
         raise ValueError(f"--env-id {game}: its actions are {actions}; this script takes Discrete")
     return Space(obs_space.shape, np.uint8 if obs_space.dtype == np.uint8 else np.float32, int(actions.n))
@@ -374,248 +221,97 @@ def shared_space(games):
     spaces = [game_space(game) for game in games]
     if len(games) > 1 and all(len(space.obs_shape) == 1 for space in spaces):
         ends = np.cumsum([space.obs_shape[0] for space in spaces]).tolist()
-        space = Space((ends[-1],), np.float32, max(space.num_actions for space in spaces))
-        return space, [0, *ends[:-1]]
+        return Space((ends[-1],), np.float32, max(space.num_actions for space in spaces)), [0, *ends[:-1]]
     for game, space in zip(games, spaces):
-        if space[:3] != spaces[0][:3]:
+        if space != spaces[0]:
             found = (f"{name} has observations {s.obs_shape} {s.obs_dtype.__name__} and {s.num_actions} actions"
                      for name, s in ((games[0], spaces[0]), (game, space)))  # fmt: skip
             raise ValueError(f"--env-id: one agent needs one kind of game, but {', '.join(found)}")
     return spaces[0], [0] * len(games)
 
 
-class DMLab(gym.Env):
-    """A DMLab-30 level as in Espeholt et al. 2018: 72 x 96 RGB, 9 actions, each for 4 frames. UNTESTED: deepmind_lab
-    cannot be installed, only built. It gives no instructions in words. The last frame is hidden: always terminated."""
-
-    ACTIONS = ((0, 0, 0, 1, 0, 0, 0), (0, 0, 0, -1, 0, 0, 0), (0, 0, -1, 0, 0, 0, 0), (0, 0, 1, 0, 0, 0, 0),
-               (-20, 0, 0, 0, 0, 0, 0), (20, 0, 0, 0, 0, 0, 0), (-20, 0, 0, 1, 0, 0, 0), (20, 0, 0, 1, 0, 0, 0),
-               (0, 0, 0, 0, 1, 0, 0))  # fmt: skip  # look right, look down, strafe right, forward, fire, jump, crouch
-    observation_space, action_space = gym.spaces.Box(0, 255, (72, 96, 3), np.uint8), gym.spaces.Discrete(9)
-
-    def __init__(self, level):
-        import deepmind_lab
-
-        config = {"width": "96", "height": "72"}
-        self.lab = deepmind_lab.Lab(f"contributed/dmlab30/{level}", ["RGB_INTERLEAVED"], config=config)
-
-    def reset(self, *, seed=None, options=None):
-        self.lab.reset(seed=seed)
-        self.frame = self.lab.observations()["RGB_INTERLEAVED"]
-        return self.frame, {}
-
-    def step(self, action):
-        reward = self.lab.step(np.array(self.ACTIONS[action], np.intc), num_steps=4)
-        if running := self.lab.is_running():
-            self.frame = self.lab.observations()["RGB_INTERLEAVED"]
-        return self.frame, reward, not running, False, {}
-
-    def close(self):
-        self.lab.close()
-
-
 def make_env(game):
-    """One environment with a Box observation, for the games that are stepped one by one."""
-    package, name = package_of(game), split_scale(game)[0]
-    if package == "deepmind_lab":
-        return DMLab(name)
-    if package == "ale_py":
-        import cv2
-
-        cv2.setNumThreads(0)  # its threads would fight for the cores of other actors
-        # Mnih et al. 2015: up to 30 no-ops, 4 frames a step (the wrapper's), the maximum of the last two, 4 stacked.
-        env = gym.make(name, frameskip=1, repeat_action_probability=0.0, full_action_space=True)
-        return gym.wrappers.FrameStackObservation(gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4), 4)
-    env = gym.make(name, disable_env_checker=True)
+    """A Gymnasium environment with a Box observation."""
+    env = gym.make(split_scale(game)[0], disable_env_checker=True)
     is_array = isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.shape
     return env if is_array else gym.wrappers.FlattenObservation(env)
 
 
-class SingleEnvs:
-    """Environments `index` (their numbers among all), stepped one by one. Where `restart`, the action is ignored and
-    the next episode begins: NEXT_STEP autoreset."""
+class GymEnvs:
+    """Environment i plays games[tasks[i]] all its life, in this process. Each draws a seed for every episode from its
+    own SeedSequence, so that its state is that seed and the actions since.
 
-    same_step = False
+    step(actions (E,)) -> obs (E, *obs_shape), reward (E,) float64 as the game gives it, terminated, truncated, info. An
+    episode restarts in the step that ends it: obs (also `self.obs`) then belongs to the next one, and info["final_obs"]
+    holds the true last observation.
+    """
 
-    def __init__(self, game, index, seeds, space, offset):
-        self.envs = [Episodes(make_env(game), seed, i) for i, seed in zip(index.tolist(), seeds)]
-        self.obs = np.zeros((len(index), *space.obs_shape), space.obs_dtype)
-        shape, self.actions = self.envs[0].observation_space.shape, self.envs[0].action_space
-        self.own = self.obs[:, offset : offset + shape[0]] if len(shape) == 1 else self.obs
+    def __init__(self, games, tasks, seeds):
+        space, offsets = shared_space(games)
+        self.tasks, self.games = np.asarray(tasks), [games[task] for task in tasks]
+        self.envs = [make_env(game) for game in self.games]
+        self.scale = np.array([split_scale(game)[1] for game in self.games])
+        self.obs, self.own = np.zeros((len(tasks), *space.obs_shape), space.obs_dtype), []  # own: the game's block
+        for obs, task, env in zip(self.obs, tasks, self.envs):
+            shape = env.observation_space.shape
+            self.own.append(obs[offsets[task] :][: shape[0]] if len(shape) == 1 else obs)
+        self.rngs = [np.random.default_rng(seed) for seed in seeds]
+        self.seeds, self.actions = [0] * len(seeds), [array("q") for _ in seeds]  # of the unfinished episodes
+        for i in range(len(seeds)):
+            self.begin(i)
 
-    def reset(self):
-        for i, env in enumerate(self.envs):
-            self.own[i] = env.reset()[0]
-        return self.obs
+    def call(self, i, method, *args, **options):
+        """Puts the observation that the environment's method returns in its place; returns reward and flags."""
+        try:
+            self.own[i][:], *rest = getattr(self.envs[i], method)(*args, **options)
+            reward, terminated, truncated, _ = rest if method == "step" else (0.0, False, False, rest)
+            return np.asarray(reward).item(), terminated, truncated
+        except Exception as error:
+            where = f"environment {i}, step {len(self.actions[i])} of the episode with seed {self.seeds[i]}"
+            raise RuntimeError(f"{self.games[i]}: {where}: {type(error).__name__}: {error}") from error
 
-    def step(self, actions, restart):
-        reward, (terminated, truncated) = np.zeros(len(actions)), np.zeros((2, len(actions)), bool)
-        actions = (actions % self.actions.n + self.actions.start).tolist()
-        for i, env in enumerate(self.envs):
-            if restart[i]:
-                self.own[i] = env.reset()[0]
-            else:
-                self.own[i], reward[i], terminated[i], truncated[i], _ = env.step(actions[i])
-        return self.obs, reward, terminated, truncated
+    def begin(self, i):
+        self.seeds[i], self.actions[i] = int(self.rngs[i].integers(2**31)), array("q")
+        self.call(i, "reset", seed=self.seeds[i])
 
-    def get_state(self):
-        return [env.get_state() for env in self.envs]
+    def step(self, actions):
+        reward, flags = np.zeros(len(actions)), np.zeros((2, len(actions)), bool)
+        for i, (action, env) in enumerate(zip(actions.tolist(), self.envs)):
+            self.actions[i].append(action := action % int(env.action_space.n) + int(env.action_space.start))
+            reward[i], *flags[:, i] = self.call(i, "step", action)
+        final_obs = self.obs.copy()
+        for i in np.flatnonzero(flags.any(0)):
+            self.begin(i)
+        reward *= self.scale
+        good = abs(reward) <= np.finfo(np.float32).max  # which the learner takes
+        good &= np.isfinite([self.obs, final_obs]).reshape(2, len(good), -1).all((0, 2))
+        if not good.all():
+            found = f"reward {reward[i := good.argmin()]}, observation {final_obs[i]}"
+            raise RunError(f"environment {i} ({self.games[i]}) gave what is not finite: {found}")
+        return self.obs.copy(), reward, *flags, {"final_obs": final_obs}
 
-    def set_state(self, states):
-        for env in self.envs:
-            env.set_state(states)
+    def state_dict(self):
+        return {"rngs": [rng.bit_generator.state for rng in self.rngs], "seeds": self.seeds, "obs": self.obs,
+                "actions": [np.array(taken) for taken in self.actions]}  # fmt: skip
+
+    def load_state_dict(self, state):
+        """Plays the unfinished episodes again. Returns where that led to what is in the state (E,); elsewhere new ones
+        begin."""
+        self.seeds, same = state["seeds"], np.ones(len(self.envs), bool)
+        for i, (rng, actions) in enumerate(zip(state["rngs"], state["actions"], strict=True)):
+            self.rngs[i].bit_generator.state, self.actions[i] = rng, array("q", actions.tolist())
+            self.call(i, "reset", seed=self.seeds[i])
+            for action in self.actions[i]:
+                self.call(i, "step", action)
+            same[i] = (self.obs[i] == state["obs"][i].numpy()).all()
+            if not same[i]:
+                print(f"note: {self.games[i]} does not repeat itself: environment {i} starts anew", file=sys.stderr)
+                self.begin(i)
+        return same
 
     def close(self):
         for env in self.envs:
             env.close()
-
-
-class EnvpoolAtari:
-    """The same for one Atari game of envpool, which restarts by itself, also one step late. Its episodes end after
-    27,000 steps = 108,000 frames (truncated), not with a life. It cannot be saved."""
-
-    same_step = False
-
-    def __init__(self, game, index, seeds, space, offset):
-        import envpool
-
-        self.ints = ints = [int(seed.generate_state(1)[0] % 2**31) for seed in seeds]
-        self.envs = envpool.make(split_scale(game)[0], env_type="gymnasium", num_envs=len(ints), num_threads=1,
-                                 seed=ints, full_action_space=True, use_fire_reset=False)  # fmt: skip
-
-    def reset(self):
-        return self.envs.reset()[0]
-
-    def step(self, actions, restart):
-        obs, reward, _, truncated, info = self.envs.step(actions)
-        return obs, reward, info["terminated"].astype(bool), truncated  # its flag denies a death in the very last step
-
-    def get_state(self):
-        return [None] * len(self.ints)
-
-    def close(self):
-        self.envs.close()
-
-
-class ProcgenGame:
-    """The same for one Procgen game (easy, all levels), but it restarts in the same step, and its last frame is never
-    seen: a time-out looks like a death and counts as one."""
-
-    same_step = True
-
-    def __init__(self, game, index, seeds, space, offset):
-        for name in ("gym3", "procgen"):  # bare packages: their __init__ would import the old gym, and imageio
-            if name not in sys.modules:
-                sys.modules[name] = importlib.util.module_from_spec(importlib.util.find_spec(name))
-        vars(sys.modules["gym3"]).setdefault("ToBaselinesVecEnv", object)  # base of a class that nobody uses
-        from procgen.env import ProcgenGym3Env
-
-        seed = int(seeds[0].generate_state(1)[0] % 2**31)  # of the game, which draws one for each environment
-        self.index = index
-        self.env = ProcgenGym3Env(num=len(index), env_name=split_scale(game)[0], num_threads=0, rand_seed=seed,
-                                  distribution_mode="easy")  # fmt: skip
-
-    def reset(self):
-        return self.env.observe()[1]["rgb"]
-
-    def step(self, actions, restart):
-        self.env.act(actions)
-        reward, obs, first = self.env.observe()
-        return obs["rgb"], reward, first, np.zeros_like(first)
-
-    def get_state(self):
-        return [np.frombuffer(bytearray(state), np.uint8) for state in self.env.get_state()]
-
-    def set_state(self, states):
-        self.env.set_state([np.asarray(states[i]).tobytes() for i in self.index])
-
-    def close(self):  # by hand: a game that the cyclic garbage collector frees can hang in a lock of cffi
-        self.env.close()
-
-
-class MultiTaskEnvs:
-    """Environment i plays games[tasks[i]] all its life; its randomness is seeds[i] (SeedSequences).
-
-    reset() -> obs; step(actions (E,)) -> obs (E, *obs_shape), reward (E,) float64 as the game gives it, terminated,
-    truncated, info. Where an episode ends, obs is its true last one; the next step ignores the action, gives the first
-    obs of the next episode and reward 0 (NEXT_STEP), and info["valid"] is False there. Procgen alone restarts in the
-    same step. info["starts"]: obs is the first of an episode. RunError: a reward or an observation is not finite.
-    """
-
-    def __init__(self, games, tasks, seeds):
-        self.games, self.tasks, self.num_envs = games, np.asarray(tasks), len(tasks)
-        space, offsets = shared_space(games)
-        self.obs_shape, self.obs_dtype, self.num_actions, self.frame_skip = space
-        self.scale = np.array([split_scale(games[task])[1] for task in self.tasks])
-        self.groups = []
-        for task in np.unique(self.tasks):
-            index = np.flatnonzero(self.tasks == task)
-            make = {"envpool": EnvpoolAtari, "procgen": ProcgenGame}.get(package_of(games[task]), SingleEnvs)
-            self.groups.append((index, make(games[task], index, [seeds[i] for i in index], space, offsets[task])))
-        self.same_step = np.zeros(self.num_envs, bool)
-        for index, group in self.groups:
-            self.same_step[index] = group.same_step
-
-    def reset(self):
-        obs, self.restart = np.zeros((self.num_envs, *self.obs_shape), self.obs_dtype), np.zeros(self.num_envs, bool)
-        for index, group in self.groups:
-            obs[index] = group.reset()
-        return self.checked(obs, np.zeros(self.num_envs))
-
-    def step(self, actions):
-        obs, reward = np.zeros((self.num_envs, *self.obs_shape), self.obs_dtype), np.zeros(self.num_envs)
-        terminated, truncated = np.zeros((2, self.num_envs), bool)
-        for index, group in self.groups:
-            try:
-                outputs = group.step(actions[index], self.restart[index])
-            except Exception as error:
-                raise RuntimeError(f"{self.games[self.tasks[index[0]]]}: {error}") from error
-            obs[index], reward[index], terminated[index], truncated[index] = outputs
-        reward *= self.scale
-        info, ended = {"valid": ~self.restart}, terminated | truncated
-        info["starts"] = np.where(self.same_step, ended, self.restart)
-        self.restart = ended & ~self.same_step
-        return self.checked(obs, reward), reward, terminated, truncated, info
-
-    def checked(self, obs, reward):
-        bad = ~(abs(reward) <= np.finfo(np.float32).max)  # which the learner takes
-        if self.obs_dtype == np.float32:
-            bad |= ~np.isfinite(obs.reshape(self.num_envs, -1)).all(1)
-        if bad.any():
-            i = bad.argmax()
-            found = f"reward {reward[i]}, observation {obs[i]}"
-            raise RunError(f"environment {i} ({self.games[self.tasks[i]]}) gave what is not finite: {found}")
-        return obs
-
-    def state_dict(self):
-        """All that the next steps depend on but the actions, to the bit: `restart` (E,) and a state per environment."""
-        states = [None] * self.num_envs
-        for index, group in self.groups:
-            for i, state in zip(index, group.get_state()):
-                states[i] = state
-        return {"states": states, "restart": self.restart}
-
-    def load_state_dict(self, state):
-        """True if all is as it was. False, and nothing done, if envpool plays: it cannot be saved."""
-        if any(part is None for part in state["states"]):
-            print("note: envpool cannot restore its episodes; all environments start new ones", file=sys.stderr)
-            return False
-        self.restart = np.asarray(state["restart"]).copy()
-        for _, group in self.groups:
-            group.set_state(state["states"])
-        return True
-
-    def close(self):
-        for _, group in self.groups:
-            group.close()
-
-
-def assign_tasks(games, num_envs):
-    """Which game each environment plays, in turn: (num_envs,). ValueError: fewer environments than games."""
-    if num_envs < len(games):
-        raise ValueError(f"{num_envs} environments (num_actors x envs_per_actor) cannot play {len(games)} games: "
-                         f"try --envs-per-actor {len(games)}")  # fmt: skip
-    return np.arange(num_envs) % len(games)
 
 
 # ---- 3. Mathematics --------------------------------------------------------------------------------------------------
@@ -655,8 +351,6 @@ class PopArt(nn.Linear):
     """
 
     def __init__(self, num_features, num_tasks, beta=3e-4, second_moment="sq-mean"):
-        if second_moment not in ("sq-mean", "mean-sq"):
-            raise ValueError(f"second_moment {second_moment!r}: give 'sq-mean' or 'mean-sq'")
         super().__init__(num_features, num_tasks)
         self.beta, self.second_moment = beta, second_moment
         self.register_buffer("mu", torch.zeros(num_tasks, dtype=torch.float64))
@@ -667,58 +361,53 @@ class PopArt(nn.Linear):
         return (self.nu - self.mu**2).clamp(min=0).sqrt().clamp(1e-4, 1e6)
 
     @torch.no_grad()
-    def update(self, targets, tasks, valid=None):
+    def update(self, targets, tasks):
         """Folds each rollout's mean of `targets` (T, B) into the statistics of its task, tasks (B,), in the order of
         the batch; then rescales W and b so that no task's value changes (eq. 13: once for all rollouts, as its steps
-        telescope). Targets where `valid` (T, B) is False do not count."""
+        telescope)."""
         targets = torch.as_tensor(targets, dtype=torch.float64, device=self.mu.device)
-        valid = torch.as_tensor(True if valid is None else valid, device=self.mu.device).bool().expand(targets.shape)
-        targets, count = targets.where(valid, 0), valid.sum(0)
-        means, squares = targets.sum(0) / count, (targets**2).sum(0) / count
-        squares = means**2 if self.second_moment == "sq-mean" else squares
-        mu, nu, touched = self.mu.tolist(), self.nu.tolist(), set()
-        rollouts = zip(torch.as_tensor(tasks).tolist(), count.tolist(), means.tolist(), squares.tolist())
-        for i, rows, mean, square in rollouts:
-            if rows:
-                mu[i] = (1 - self.beta) * mu[i] + self.beta * mean
-                nu[i] = (1 - self.beta) * nu[i] + self.beta * square
-                touched.add(i)
+        means = targets.mean(0)
+        squares = {"sq-mean": means**2, "mean-sq": (targets**2).mean(0)}[self.second_moment]
+        mu, nu, tasks = self.mu.tolist(), self.nu.tolist(), torch.as_tensor(tasks).tolist()
+        for i, mean, square in zip(tasks, means.tolist(), squares.tolist()):
+            mu[i] = (1 - self.beta) * mu[i] + self.beta * mean
+            nu[i] = (1 - self.beta) * nu[i] + self.beta * square
         old_mu, old_sigma = self.mu.clone(), self.sigma
         self.mu.copy_(torch.tensor(mu, dtype=torch.float64))  # in place: buffers may be shared
         self.nu.copy_(torch.tensor(nu, dtype=torch.float64))
-        i = torch.tensor(sorted(touched), dtype=torch.long, device=self.mu.device)
+        i = torch.tensor(sorted({*tasks}), device=self.mu.device)
         w, b, sigma = self.weight[i].double(), self.bias[i].double(), self.sigma[i]
         self.weight[i] = ((old_sigma[i] / sigma)[:, None] * w).to(self.weight)
         self.bias[i] = ((old_sigma[i] * b + (old_mu[i] - self.mu[i])) / sigma).to(self.bias)
 
 
-def impala_loss(logits, normalized, mu, sigma, tasks, actions, behaviour_logits, rewards, terminated, truncated, valid,
-                gamma, ent_coef, vf_coef, rho_bar=1.0, pg_rho_bar=1.0, c_bar=1.0):  # fmt: skip
-    """The actor-critic loss (Hessel et al. 2018, eq. 11 and 12) as a sum over the steps (T, B) that are `valid`.
+def impala_loss(logits, normalized, next_normalized, mu, sigma, tasks, actions, behaviour_logits, rewards, terminated,
+                truncated, gamma, ent_coef, vf_coef, rho_bar=1.0, pg_rho_bar=1.0, c_bar=1.0):  # fmt: skip
+    """The actor-critic loss (Hessel et al. 2018, eq. 11 and 12) as a sum over the steps (T, B).
 
-    Logits (T, B, A); `normalized` is PopArt's output (T+1, B, N): its row t+1 belongs to the observation step t led
-    to. mu, sigma (N,) before their update; tasks (B,). Returns the loss, its parts, and V and G^v (T, B), unnormalised.
+    Logits (T, B, A); `normalized` (T, B, N) is PopArt's output, `next_normalized` that for each step's true successor.
+    mu, sigma (N,) before their update; tasks (B,). Returns the loss, its parts, and V and G^v (T, B), unnormalised.
     """
-    n = normalized.gather(-1, tasks.expand(normalized.shape[:2])[..., None]).squeeze(-1)
+    column = tasks.expand(normalized.shape[:2])[..., None]
+    n, next_n = (x.gather(-1, column).squeeze(-1) for x in (normalized, next_normalized))
     mu, sigma = mu[tasks], sigma[tasks]
-    values = sigma * n.detach() + mu
+    values, next_values = (sigma * x.detach() + mu for x in (n, next_n))
     log_pi = logits.log_softmax(-1)
     logprob, behaviour_logprob = (x.gather(-1, actions[..., None]).squeeze(-1)
                                   for x in (log_pi, behaviour_logits.log_softmax(-1)))  # fmt: skip
     log_rhos = logprob.detach() - behaviour_logprob
-    targets, advantages = vtrace(log_rhos, rewards, values[:-1], values[1:], terminated, truncated, gamma, rho_bar,
+    targets, advantages = vtrace(log_rhos, rewards, values, next_values, terminated, truncated, gamma, rho_bar,
                                  pg_rho_bar, c_bar)  # fmt: skip
-    value_loss = 0.5 * (((targets - mu) / sigma - n[:-1]) ** 2 * valid).sum()
-    policy_loss = -(advantages / sigma * logprob * valid).sum()  # (G^pi - mu) / sigma - n = (G^pi - V) / sigma
-    entropy = -((log_pi.exp() * log_pi).sum(-1) * valid).sum()
+    value_loss = 0.5 * (((targets - mu) / sigma - n) ** 2).sum()
+    policy_loss = -(advantages / sigma * logprob).sum()  # (G^pi - mu) / sigma - n = (G^pi - V) / sigma
+    entropy = -(log_pi.exp() * log_pi).sum(-1).sum()
     loss = policy_loss + vf_coef * value_loss - ent_coef * entropy
     with torch.no_grad():
-        count = valid.sum().clamp(min=1)
-        approx_kl = ((log_rhos.exp() - 1 - log_rhos) * valid).sum() / count
-        clipfrac = ((log_rhos.exp() > rho_bar) * valid).sum() / count
-    parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy / count, "approx_kl": approx_kl,
-             "clipfrac": clipfrac}  # fmt: skip
-    return loss, parts, values[:-1], targets
+        approx_kl = (log_rhos.exp() - 1 - log_rhos).mean()
+        clipfrac = (log_rhos.exp() > rho_bar).float().mean()
+    parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy / rewards.numel(),
+             "approx_kl": approx_kl, "clipfrac": clipfrac}  # fmt: skip
+    return loss, parts, values, targets
 
 
 class RMSPropTF(torch.optim.Optimizer):
@@ -737,60 +426,6 @@ class RMSPropTF(torch.optim.Optimizer):
                     mean_square = self.state[p]["mean_square"]
                     mean_square.mul_(group["decay"]).addcmul_(p.grad, p.grad, value=1 - group["decay"])
                     p.addcdiv_(p.grad, (mean_square + group["eps"]).sqrt_(), value=-group["lr"])
-
-
-class PixelControlHead(nn.Module):
-    """Action values of every 4x4 cell of the image (Hessel et al. 2018, appendix): features (..., F) -> (..., A, h, w).
-
-    72x96 pixels have 18x24 cells, 64x64 have 16x16; of 84x84, the central 80x80 have 20x20. Only the learner runs it.
-    """
-
-    def __init__(self, num_features, num_actions, height, width):
-        super().__init__()
-        if min(height, width) < 32:
-            raise ValueError(f"pixel control needs images of at least 32x32 pixels, not {height}x{width}")
-        rows, columns = pixel_cells(height, width)
-        self.seed = (rows - 6) // 2, (columns - 6) // 2  # + 2 in the first deconvolution, 2x + 2 in the second
-        self.hidden = nn.Linear(num_features, 32 * math.prod(self.seed))
-        self.deconv = nn.ConvTranspose2d(32, 32, 3)
-        self.value, self.advantage = (nn.ConvTranspose2d(32, n, 4, 2) for n in (1, num_actions))
-
-    def forward(self, features):
-        x = self.hidden(features).relu().reshape(-1, 32, *self.seed)
-        x = self.deconv(x).relu()
-        advantage = self.advantage(x)
-        q = self.value(x) + advantage - advantage.mean(1, keepdim=True)
-        return q.reshape(*features.shape[:-1], *q.shape[1:])
-
-
-def pixel_cells(height, width):
-    """The grid of 4x4 cells that the deconvolutions can make: even numbers, of the image or of its centre."""
-    return tuple(2 * (size // 8) for size in (height, width))
-
-
-def pixel_rewards(frames):
-    """uint8 frames (T+1, B, C, H, W), the newest alone of a stack -> mean |change| per cell in [0, 1] (T, B, h, w)."""
-    rows, columns = pixel_cells(*frames.shape[-2:])
-    top, left = (frames.shape[-2] - 4 * rows) // 2, (frames.shape[-1] - 4 * columns) // 2
-    frames = frames[..., top : top + 4 * rows, left : left + 4 * columns]
-    changes = torch.maximum(frames[1:], frames[:-1]) - torch.minimum(frames[1:], frames[:-1])  # bytes have no sign
-    return F.avg_pool2d(changes.float().mean(2), 4) / 255
-
-
-def pixel_control_loss(q, rewards, actions, terminated, truncated, valid, starts, gamma=0.9):
-    """Half the squared errors of multi-step Q-learning (Jaderberg et al. 2017, eq. 3), summed over cells, valid steps.
-
-    q (T+1, B, A, h, w); rewards (T, B, h, w) accumulate to the episode's or the rollout's end, then the best action
-    value stands in, but nothing after a termination; the rest (T, B). Where `starts` says that step t led to the first
-    frame of another episode (an environment that resets in the same step), the change of the picture is no reward.
-    """
-    terminated, truncated, valid, starts = (x[..., None, None] for x in (terminated, truncated, valid, starts))
-    best = q.detach().amax(2)
-    rewards = rewards.where(~starts, 0)
-    # On policy, the V-trace target is the n-step return.
-    targets = vtrace(torch.zeros_like(rewards), rewards, best[:-1], best[1:], terminated, truncated, gamma)[0]
-    index = actions[..., None, None, None].expand(-1, -1, 1, *q.shape[-2:])
-    return 0.5 * ((targets - q[:-1].gather(2, index).squeeze(2)) ** 2 * valid).sum()
 
 
 # Copied from algos/ppo.py:explained_variance
@@ -814,14 +449,11 @@ def layer_init(layer, std=math.sqrt(2)):
     return layer
 
 
-relu = partial(nn.ReLU, inplace=True)  # behind a convolution or a linear layer, which need not keep their output
-
-
 # Copied from algos/ppo_plr.py:ResidualBlock
 class ResidualBlock(nn.Module):
     def __init__(self, channels):
         super().__init__()
-        self.convs = nn.Sequential(nn.ReLU(), layer_init(nn.Conv2d(channels, channels, 3, padding=1)), relu(),
+        self.convs = nn.Sequential(nn.ReLU(), layer_init(nn.Conv2d(channels, channels, 3, padding=1)), nn.ReLU(True),
                                    layer_init(nn.Conv2d(channels, channels, 3, padding=1)))  # fmt: skip
 
     def forward(self, x):
@@ -858,19 +490,19 @@ class Policy(nn.Module):
 
     def __init__(self, space, network="auto", lstm_size=256):
         super().__init__()
-        obs_shape, _, num_actions, _ = space
+        obs_shape, num_actions = space.obs_shape, space.num_actions
         self.channels_last = len(obs_shape) == 3 and obs_shape[-1] < obs_shape[0]
         self.num_actions, self.lstm_size = num_actions, lstm_size
         if network == "auto":
             network = "impala" if len(obs_shape) == 3 else "mlp"
         if network == "mlp":
-            layers = [nn.Flatten(), layer_init(nn.Linear(math.prod(obs_shape), 256)), relu()]
+            layers = [nn.Flatten(), layer_init(nn.Linear(math.prod(obs_shape), 256)), nn.ReLU(True)]
             size = 256
         else:
             height, width, channels = obs_shape if self.channels_last else (*obs_shape[1:], obs_shape[0])
             if network == "nature":
-                layers = [layer_init(nn.Conv2d(channels, 32, 8, 4)), relu(), layer_init(nn.Conv2d(32, 64, 4, 2)),
-                          relu(), layer_init(nn.Conv2d(64, 64, 3, 1)), relu()]  # fmt: skip
+                sizes = (channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)
+                layers = [layer for size in sizes for layer in (layer_init(nn.Conv2d(*size)), nn.ReLU(True))]
             else:
                 layers = []
                 for before, after in ((channels, 16), (16, 32), (32, 32)):
@@ -882,7 +514,7 @@ class Policy(nn.Module):
                 size = nn.Sequential(*layers)(torch.zeros(1, channels, height, width)).shape[1]
             except RuntimeError:
                 raise ValueError(f"--network {network} needs larger images than {height}x{width}: use impala") from None
-        self.torso = nn.Sequential(*layers, layer_init(nn.Linear(size, 256)), relu())
+        self.torso = nn.Sequential(*layers, layer_init(nn.Linear(size, 256)), nn.ReLU(True))
         self.lstm = LSTM(256 + num_actions + 1, lstm_size) if lstm_size else None
         self.num_features = lstm_size or 256
         self.head = layer_init(nn.Linear(self.num_features, num_actions), 0.01)
@@ -897,7 +529,7 @@ class Policy(nn.Module):
         features = self.torso(flat).unflatten(0, starts.shape)
         if self.lstm is not None:
             known = ~starts[..., None]
-            last_action = F.one_hot(last_action, self.num_actions) * known
+            last_action = nn.functional.one_hot(last_action, self.num_actions) * known
             inputs = torch.cat([features, last_action, last_reward[..., None].clamp(-1, 1) * known], -1)
             features, core = self.lstm(inputs, starts, core)
         return self.head(features), features, core
@@ -907,81 +539,34 @@ class Policy(nn.Module):
 
 
 class Agent(nn.Module):
-    """The policy, and what the learner alone runs: a normalised value per task, and the pixel control head."""
+    """The policy, and what the learner alone runs: a normalised value per task."""
 
     def __init__(self, space, num_tasks, args):
         super().__init__()
         self.policy = Policy(space, args.network, args.lstm_size)
         size, self.num_heads = self.policy.num_features, num_tasks if args.popart or args.multi_head else 1
         self.values = layer_init(PopArt(size, self.num_heads, args.popart_beta, args.popart_second_moment), 1.0)
-        if args.pixel_control_coef:
-            height, width = space.obs_shape[:2] if self.policy.channels_last else space.obs_shape[1:]
-            self.pixels = PixelControlHead(size, space.num_actions, height, width)
 
-    def pixel_loss(self, b, features):
-        frames = b["obs"].permute(0, 1, 4, 2, 3) if self.policy.channels_last else b["obs"][:, :, -1:]  # of the stack
-        return pixel_control_loss(self.pixels(features), pixel_rewards(frames), b["action"][1:], b["terminated"],
-                                  b["truncated"], b["valid"], b["starts"][1:])  # fmt: skip
+    def last_features(self, b):
+        """Of the episodes that were cut off in a batch of unrolls: where, steps and columns (K,), and the features
+        (K, F) of their true last observations, in whose place the unroll has the first one of another episode."""
+        t, i = torch.where(b["truncated"] & ~b["terminated"])
+        k = torch.arange(len(t), device=t.device)
+        obs, starts, action, reward = (b[name][:, i] for name in ("obs", "starts", "action", "reward"))
+        obs[t + 1, k], starts[t + 1, k] = b["final_obs"][t, i], False
+        features = self.policy(obs, starts, action, reward, b["core"][:, i])[1]
+        return (t, i), features[t + 1, k]
 
 
 def sample(logits, generator):
     """Actions (B,) by logits (B, A); without a generator the likeliest."""
-    if not torch.isfinite(logits.sum()):
-        require_finite(policy_logits=logits)
+    require_finite(policy_logits=logits)
     if generator is None:
         return logits.argmax(-1)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
 # ---- 5. Actors -------------------------------------------------------------------------------------------------------
-
-
-class SharedMemory:
-    """`count` records of numpy arrays, {name: (shape, dtype)}, one block of memory per name: memory["obs"] is (count,
-    *shape). It goes to other processes as an argument of theirs. A file without a name: nothing stays in /dev/shm,
-    however the processes end. RunError, before any is taken, if the machine has less."""
-
-    def __init__(self, layout, count):
-        size = sum(self.nbytes(*field) * count for field in layout.values())
-        free = available_memory()
-        if size > free:
-            parts = ", ".join(f"{name} {self.nbytes(*field) * count / 2**20:.0f}" for name, field in layout.items())
-            found = f"{size / 2**20:.0f} MiB of shared memory ({parts}), and {free / 2**20:.0f} MiB are available"
-            fix = "ask for fewer --num-actors, --envs-per-actor or --num-steps"
-            raise RunError(f"{count} unrolls take {found}: {fix}")
-        fd = os.memfd_create("unrolls")
-        os.ftruncate(fd, size)
-        self.attach(layout, count, fd)
-
-    def attach(self, layout, count, fd):
-        self.layout, self.count, self.fd, at = layout, count, fd, 0
-        memory = mmap.mmap(fd, 0)
-        self.arrays = {}
-        for name, (shape, dtype) in layout.items():
-            array = np.frombuffer(memory, dtype, count * math.prod(shape), at)
-            self.arrays[name] = array.reshape(count, *shape)
-            at += self.nbytes(shape, dtype) * count
-
-    @staticmethod
-    def nbytes(shape, dtype):
-        return -(-math.prod(shape) * np.dtype(dtype).itemsize // 64) * 64
-
-    def __del__(self):
-        with suppress(AttributeError):  # it was never made
-            os.close(self.fd)
-
-    def __getitem__(self, name):
-        return self.arrays[name]
-
-    def record(self, i):
-        return {name: array[i, ...] for name, array in self.arrays.items()}
-
-    def __getstate__(self):
-        return self.layout, self.count, DupFd(self.fd)
-
-    def __setstate__(self, state):
-        layout, count, fd = state
-        self.attach(layout, count, fd.detach())
 
 
 def available_memory():
@@ -994,66 +579,86 @@ def available_memory():
     return free
 
 
+class SharedMemory(dict):
+    """Arrays {name: (count, *shape)} by a layout {name: (shape, dtype)}, which other processes get as an argument of
+    theirs. A file without a name: nothing stays in /dev/shm, however they end. RunError if the machine has less."""
+
+    def __init__(self, layout, count, copied_fd=None):
+        sizes = [-(-count * math.prod(shape) * np.dtype(dtype).itemsize // 64) * 64 for shape, dtype in layout.values()]
+        if copied_fd is None and sum(sizes) > (free := available_memory()):
+            parts = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in zip(layout, sizes))
+            found = f"{sum(sizes) / 2**20:.0f} MiB of shared memory ({parts}), and {free / 2**20:.0f} MiB are available"
+            raise RunError(f"{count} unrolls take {found}: ask for fewer --num-actors, --envs-per-actor or --num-steps")
+        self.layout, self.count = layout, count
+        self.fd = copied_fd.detach() if copied_fd else os.memfd_create("unrolls")
+        weakref.finalize(self, os.close, self.fd)
+        os.ftruncate(self.fd, sum(sizes))
+        memory, at = mmap.mmap(self.fd, 0), 0
+        for size, (name, (shape, dtype)) in zip(sizes, layout.items()):
+            self[name] = np.frombuffer(memory, dtype, count * math.prod(shape), at).reshape(count, *shape)
+            at += size
+
+    def __reduce__(self):
+        return SharedMemory, (self.layout, self.count, DupFd(self.fd))
+
+    def record(self, i):
+        return {name: array[i, ...] for name, array in self.items()}
+
+
 class Board:
-    """The newest weights of the policy with their version, in shared memory, under a sequence lock: a writer never
-    waits, a reader copies again when the writer came in between, and a killed process leaves no lock behind."""
+    """The newest weights of the policy with their version, in shared memory, in two places by turns: a writer never
+    waits, a reader copies again when newer ones came meanwhile, and a killed process leaves no lock behind."""
 
     def __init__(self, size):
-        self.memory = SharedMemory({"sequence": ((), np.int64), "weights": ((size,), np.float32)}, 1)
+        self.memory = SharedMemory({"version": ((), np.int64), "weights": ((2, size), np.float32)}, 1)
 
     @property
     def version(self):
-        return int(self.memory["sequence"][0]) // 2
+        return int(self.memory["version"][0])
 
     def write(self, weights, version):
-        sequence = self.memory["sequence"]
-        sequence[0] = 2 * version - 1  # odd: being written
-        self._fence()
-        self.memory["weights"][0] = weights
-        self._fence()
-        sequence[0] = 2 * version
+        self.fence()
+        self.memory["weights"][0, version % 2] = weights
+        self.fence()
+        self.memory["version"][0] = version
 
     def read(self, out):
         """Copies the weights to `out`; returns their version."""
-        while True:
-            before = int(self.memory["sequence"][0])
-            self._fence()
-            out[:] = self.memory["weights"][0]
-            self._fence()
-            if before % 2 == 0 and before == self.memory["sequence"][0]:
-                return before // 2
-            time.sleep(1e-4)
+        version = None
+        while version != self.version:
+            version = self.version
+            self.fence()
+            out[:] = self.memory["weights"][0, version % 2]
+            self.fence()
+        return version
 
-    # Copied from curricula/sync.py:SyncQueue._fence
     @staticmethod
-    def _fence():
+    def fence():
         """Memory accesses before it stay before those after it: a lock's release, then its acquisition."""
-        lock = Lock()
-        lock.acquire()
-        lock.release()
-        lock.acquire()
+        for lock in [Lock()] * 2:
+            with lock:
+                pass
 
 
 def flat_weights(module):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()]).cpu().numpy()
+    return nn.utils.parameters_to_vector(module.parameters()).detach().cpu().numpy()
 
 
 class Actor:
     """Environments and a policy of its own that acts in them as one batch. `unroll` continues where the last ended.
 
     An unroll has T + 1 rows of E environments: obs[t], its action action[t + 1] and what came of it, reward[t + 1],
-    terminated[t], truncated[t]; row 0 repeats the last row of the unroll before. `valid` is False where the action was
-    ignored. `core` is the LSTM's state before row 0; episode_return and episode_length count up to and with step t.
+    terminated[t], truncated[t], final_obs[t] (which is obs[t + 1] unless the episode ended there); row 0 repeats the
+    last row of the unroll before. `core` is the LSTM's state before row 0; episode_return and episode_length count up
+    to and with step t.
     """
 
     def __init__(self, envs, policy, seed, num_steps):
-        self.envs, self.policy, self.num_steps, E = envs, policy, num_steps, envs.num_envs
+        self.envs, self.policy, self.num_steps, E = envs, policy, num_steps, len(envs.tasks)
         self.generator = torch.Generator().manual_seed(int(seed.generate_state(1)[0]))
-        shapes = {name: parameter.shape for name, parameter in policy.named_parameters()}
-        self.weights = np.zeros(sum(map(math.prod, shapes.values())), np.float32)
-        views = torch.from_numpy(self.weights).split([*map(math.prod, shapes.values())])  # new weights are one copy
-        policy.load_state_dict({name: v.view(shapes[name]) for name, v in zip(shapes, views)}, assign=True)
-        self.row = {"obs": envs.reset(), "starts": np.ones(E, bool), "action": np.zeros(E, np.int64),
+        self.weights = np.zeros(sum(p.numel() for p in policy.parameters()), np.float32)  # new ones are one copy:
+        nn.utils.vector_to_parameters(torch.from_numpy(self.weights), policy.to_empty(device="cpu").parameters())
+        self.row = {"obs": envs.obs.copy(), "starts": np.ones(E, bool), "action": np.zeros(E, np.int64),
                     "reward": np.zeros(E, np.float32)}  # fmt: skip
         self.core = policy.initial_core(E)
         self.totals = {"episode_return": np.zeros(E), "episode_length": np.zeros(E, np.int64)}
@@ -1061,16 +666,14 @@ class Actor:
     @staticmethod
     def layout(num_steps, num_envs, space, lstm_size):
         """Shapes and types of an unroll's arrays."""
-        T, E, (obs_shape, obs_dtype, num_actions, _) = num_steps, num_envs, space
-        rows = {"obs": (obs_shape, obs_dtype), "reward": ((), np.float32)}
-        rows |= {"starts": ((), bool), "action": ((), np.int64)}
-        steps = {"logits": ((num_actions,), np.float32), "episode_return": ((), np.float64)}
-        steps |= {"episode_length": ((), np.int64)}
-        steps |= dict.fromkeys(("terminated", "truncated", "valid"), ((), bool))
-        layout = {name: ((T + 1, E, *shape), dtype) for name, (shape, dtype) in rows.items()}
-        layout |= {name: ((T, E, *shape), dtype) for name, (shape, dtype) in steps.items()}
-        layout |= {"core": ((2, E, lstm_size), np.float32), "tasks": ((1, E), np.int64)}
-        return layout | {"version": ((), np.int64), "lag_sent": ((), np.int64), "wait_s": ((), np.float64)}
+        T, E, obs = num_steps, num_envs, (space.obs_shape, space.obs_dtype)
+        rows = {"obs": obs, "starts": ((), bool), "action": ((), np.int64), "reward": ((), np.float32)}
+        steps = {"logits": ((space.num_actions,), np.float32), "terminated": ((), bool), "truncated": ((), bool),
+                 "final_obs": obs, "episode_return": ((), np.float64), "episode_length": ((), np.int64)}  # fmt: skip
+        layout = {"core": ((2, E, lstm_size), np.float32), "tasks": ((1, E), np.int64), "version": ((), np.int64),
+                  "lag_sent": ((), np.int64), "wait_s": ((), np.float64)}  # fmt: skip
+        layout |= {name: ((T + 1, E, *shape), dtype) for name, (shape, dtype) in rows.items()}
+        return layout | {name: ((T, E, *shape), dtype) for name, (shape, dtype) in steps.items()}
 
     def fill(self, slot, board):
         """An unroll with the newest weights."""
@@ -1087,45 +690,36 @@ class Actor:
             logits, _, self.core = self.policy(*inputs, self.core)
             action = sample(logits[0], self.generator).numpy()
             obs, reward, terminated, truncated, info = self.envs.step(action)
-            valid, ended = info["valid"], terminated | truncated
-            self.totals["episode_return"] += np.where(valid, reward, 0)
-            self.totals["episode_length"] += valid
-            step = {"logits": logits[0].numpy(), "terminated": terminated, "truncated": truncated, "valid": valid}
-            self.write(slot, t, step | self.totals)
+            self.totals["episode_return"] += reward
+            self.totals["episode_length"] += 1
+            step = {"logits": logits[0].numpy(), "terminated": terminated, "truncated": truncated}
+            self.write(slot, t, step | info | self.totals)
+            ended = terminated | truncated
             for total in self.totals.values():
                 total[ended] = 0
-            self.row = {"obs": obs, "starts": info["starts"], "action": action, "reward": reward.astype(np.float32)}
+            self.row = {"obs": obs, "starts": ended, "action": action, "reward": reward.astype(np.float32)}
         self.write(slot, self.num_steps, self.row)
 
     def write(self, slot, t, row):
-        for name, array in row.items():
-            slot[name][t] = array
+        for name, values in row.items():
+            slot[name][t] = values
 
     def state_dict(self):
         return {"envs": self.envs.state_dict(), "generator": self.generator.get_state(), "row": self.row,
                 "core": self.core, "totals": self.totals}  # fmt: skip
 
     def load_state_dict(self, state):
+        """Goes on where that ended, but in new episodes where the environments cannot."""
         self.generator.set_state(state["generator"])
-        if self.envs.load_state_dict(state["envs"]):  # else they start new episodes
-            self.row, self.totals = ({name: tensor.numpy().copy() for name, tensor in state[key].items()}
-                                     for key in ("row", "totals"))  # fmt: skip
-            self.core = state["core"].clone()
+        same = self.envs.load_state_dict(state["envs"])
+        for arrays, saved in ((self.row, state["row"]), (self.totals, state["totals"])):
+            for name, values in arrays.items():
+                values[same] = saved[name].numpy()[same]
+        self.row["obs"], self.core[:, same] = self.envs.obs.copy(), state["core"][:, same]
 
 
-def put(pipe, number):
-    os.write(pipe.fileno(), number.to_bytes(4, "little"))  # 4 bytes go through a pipe whole, without a lock
-
-
-def take(pipe):
-    data = os.read(pipe.fileno(), 4)
-    if not data:
-        raise EOFError("the other end of the pipe is closed")
-    return int.from_bytes(data, "little")
-
-
-def actor_process(make_actor, index, slots, board, turns, free, full, errors):
-    """Fills free slots for ever. Its count in `turns` is odd while it waits for one."""
+def actor_process(make_actor, index, slots, board, pipe):
+    """Fills the slots whose numbers come, and sends the numbers back; at last the reason, if it cannot go on."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: so it ends with its parent, even if stopped
     if os.getppid() != multiprocessing.parent_process().pid:  # which died before that
         return
@@ -1133,16 +727,13 @@ def actor_process(make_actor, index, slots, board, turns, free, full, errors):
         torch.set_num_threads(1)
         actor = make_actor(index)
         while True:
-            turns["count"][index] += 1
-            start, number = time.perf_counter(), take(free)
-            turns["count"][index] += 1
+            start, number = time.perf_counter(), pipe.recv()
             slot = slots.record(number)
             slot["wait_s"][...] = time.perf_counter() - start
             actor.fill(slot, board)
-            put(full, number)
-    except (Exception, RunError) as error:
-        with suppress(OSError):  # the parent died
-            errors.send(error.code if isinstance(error, RunError) else traceback.format_exc())
+            pipe.send(number)
+    except (Exception, SystemExit) as error:  # an environment may ask to exit: that is no end of a run
+        pipe.send(error.code.removeprefix("error: ") if isinstance(error, RunError) else traceback.format_exc())
 
 
 class Actors:
@@ -1156,6 +747,7 @@ class Actors:
     """
 
     TIMEOUT_S = 600  # for an actor's start, and for any one unroll
+    AHEAD = 100  # slots that an actor has at most: so many numbers go into its pipe without a reader
 
     def __init__(self, make_actor, layout, num_actors, num_slots, batch_slots, max_lag):
         self.make_actor, self.layout, self.num_actors, self.num_slots = make_actor, layout, num_actors, num_slots
@@ -1166,50 +758,49 @@ class Actors:
         """Everything acts with `weights` from now on, the version `version`."""
         self.slots, self.board, self.version = SharedMemory(self.layout, self.num_slots), Board(len(weights)), version
         self.board.write(weights, version)
-        self.issued, self.full, self.used = dict.fromkeys(range(self.num_slots), version), [], []
-        self.batch_arrays = {name: np.concatenate(self.slots[name][: self.batch_slots], axis=1)
-                             for name, (shape, _) in self.layout.items() if shape}  # fmt: skip
-        if self.num_actors:
-            return self.start_processes(partial(self.make_actor, version))
-        self.actor = self.make_actor(version, 0)
-        if self.actor_state is not None:
-            self.actor.load_state_dict(self.actor_state)
-
-    def start_processes(self, make_actor):
+        self.free, self.issued, self.full, self.used = [*range(self.num_slots)], {}, [], []
+        self.held, self.since = np.zeros((2, self.num_actors))  # by actor: its slots, when it last did what it has to
+        self.clock, self.looked, self.wait_s = 0.0, time.monotonic(), 0.0
+        if not self.num_actors:
+            self.actor = self.make_actor(version, 0)
+            if self.actor_state is not None:
+                self.actor.load_state_dict(self.actor_state)
+            return
         context = multiprocessing.get_context("spawn")  # a fork would copy locks of torch's threads in any state
-        atexit.register(self.close)
-        (free_out, self.free), (self.full_out, full) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-        if self.num_slots > (most := fcntl.fcntl(self.free, fcntl.F_GETPIPE_SZ) // 4):
-            fix = "ask for more --envs-per-actor or fewer --batch-rollouts"
-            raise RunError(f"{self.num_slots} unrolls at a time, but a pipe takes the numbers of {most}: {fix}")
-        self.turns = SharedMemory({"count": ((), np.int64)}, self.num_actors)
-        self.counts, self.since = np.zeros(self.num_actors, np.int64), np.zeros(self.num_actors)
-        self.clock, self.looked = 0.0, time.monotonic()
-        for number in self.issued:
-            put(self.free, number)
         # Actors inherit blocked signals: what is sent to the whole group is for this process to answer.
         resource_tracker.ensure_running()  # its own start would unblock them
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
         try:
             for index in range(self.num_actors):
-                errors, remote = context.Pipe(duplex=False)
-                args = make_actor, index, self.slots, self.board, self.turns, free_out, full, remote
-                self.processes.append((context.Process(target=actor_process, args=args), errors))
+                pipe, remote = context.Pipe()
+                args = partial(self.make_actor, version), index, self.slots, self.board, remote
+                self.processes.append((context.Process(target=actor_process, args=args), pipe))
                 self.processes[-1][0].start()
                 remote.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        free_out.close()
-        full.close()
+        self.hand_out()
 
-    def batch(self):
-        """Tensors {name: (T or T + 1, environments of batch_slots slots, ...)}, valid until the next call."""
+    def hand_out(self):
+        """Slots that are free, those of the last batch with them, go to the actors that have the fewest."""
+        self.free, self.used = self.free + self.used, []
+        while self.processes and self.free and self.held.min() < self.AHEAD:
+            index, number = self.held.argmin(), self.free.pop(0)
+            self.held[index] += 1
+            self.issued[number] = self.version
+            with suppress(OSError):  # the actor died: `poll` will say so
+                self.processes[index][1].send(number)
+
+    def batch(self, check=lambda: None):
+        """Tensors {name: (T or T + 1, environments of batch_slots slots, ...)}. Calls check() while it waits."""
         self.wait_s = 0.0
+        self.poll(0)
         while not self.ready():
-            self.full.append(self.receive())
+            check()
+            self.poll(1)
         self.used, self.full = self.full[: self.batch_slots], self.full[self.batch_slots :]
-        for name, array in self.batch_arrays.items():
-            np.concatenate([self.slots[name][number] for number in self.used], axis=1, out=array)
+        arrays = {name: np.concatenate([self.slots[name][number] for number in self.used], axis=1)
+                  for name, (shape, _) in self.layout.items() if shape}  # fmt: skip
         self.versions = self.slots["version"][self.used].tolist()
         lags = [self.version - version for version in self.versions]
         self.metrics = {"async/policy_lag_mean": np.mean(lags), "async/policy_lag_max": max(lags),
@@ -1217,63 +808,50 @@ class Actors:
                         "async/queue_depth": len(self.full), "async/learner_wait_s": self.wait_s,
                         "async/actor_wait_s": self.slots["wait_s"][self.used].sum(), "async/dropped": 0}  # fmt: skip
         if self.max_lag is None:
-            self.release()
-        return {name: torch.from_numpy(array) for name, array in self.batch_arrays.items()}
+            self.hand_out()
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def ready(self):
         """Whether the oldest full slots make a batch after which no other slot must become too old."""
-        while self.processes and self.wait(0):
-            self.full.append(take(self.full_out))
         self.full.sort(key=self.issued.get)
         if len(self.full) < self.batch_slots or self.max_lag is None:
             return len(self.full) >= self.batch_slots
-        left = sorted(self.issued[number] for number in self.issued.keys() - self.full[: self.batch_slots])
+        left = sorted(self.issued[i] for i in {*self.issued} - {*self.full[: self.batch_slots]} - {*self.free})
         return all(self.version + 1 + i // self.batch_slots - issued <= self.max_lag for i, issued in enumerate(left))
 
-    def receive(self):
-        """The next full slot."""
+    def poll(self, seconds):
+        """Takes in what is full, or else waits so long for a slot. RunError if an actor has ended or hangs."""
         if self.actor is not None:
-            self.actor.fill(self.slots.record(len(self.full)), self.board)
-            return len(self.full)
+            self.full.append(self.free.pop(0))
+            self.issued[self.full[-1]] = self.version
+            return self.actor.fill(self.slots.record(self.full[-1]), self.board)
         start = time.perf_counter()
-        while not self.wait(1):
-            pass
+        ready = connection.wait([pipe for _, pipe in self.processes], seconds)
         self.wait_s += time.perf_counter() - start
-        return take(self.full_out)
-
-    def wait(self, seconds):
-        """Whether a slot gets full within this time. RunError if an actor has ended or hangs, whatever others do."""
-        ends = {end: index for index, pair in enumerate(self.processes) for end in (pair[0].sentinel, pair[1])}
-        found = connection.wait([self.full_out, *ends], seconds)
-        for index in (ends[end] for end in found if end in ends):
-            process, errors = self.processes[index]
-            process.join(2)
-            with suppress(EOFError, OSError):
-                if errors.poll():
-                    raise RunError(f"actor {index} failed: {errors.recv().removeprefix('error: ')}")
-            raise RunError(f"actor {index} (process {process.pid}) died with exit code {process.exitcode}")
-        now, counts = time.monotonic(), self.turns["count"].copy()
+        now = time.monotonic()
         self.clock, self.looked = self.clock + min(now - self.looked, 60), now  # a Ctrl-Z that stops all is no time-out
-        self.since[(counts != self.counts) | (counts % 2 == 1)] = self.clock
-        self.counts, index = counts, self.since.argmin()
-        if self.clock - self.since[index] > self.TIMEOUT_S:
-            pid = self.processes[index][0].pid
-            raise RunError(f"actor {index} (process {pid}) hangs: no unroll of it for {self.TIMEOUT_S} s")
-        return bool(found)
+        self.since[self.held == 0] = self.clock
+        for index, (process, pipe) in enumerate(self.processes):
+            name = f"actor {index} (process {process.pid})"
+            while pipe in ready and pipe.poll():
+                try:
+                    message = pipe.recv()
+                except (EOFError, OSError) as error:
+                    process.join(2)
+                    raise RunError(f"{name} died with exit code {process.exitcode}") from error
+                if isinstance(message, str):
+                    raise RunError(f"actor {index} failed: {message}")
+                self.full.append(message)
+                self.held[index], self.since[index] = self.held[index] - 1, self.clock
+            if self.clock - self.since[index] > self.TIMEOUT_S:
+                raise RunError(f"{name} hangs: no unroll of it for {self.TIMEOUT_S} s")
+        self.hand_out()
 
     def publish(self, weights):
         """After an update."""
         self.version += 1
         self.board.write(weights, self.version)
-        self.release()
-
-    def release(self):
-        """Hands out the slots of the last batch again."""
-        for number in self.used:
-            self.issued[number] = self.version
-            if self.processes:
-                put(self.free, number)
-        self.used = []
+        self.hand_out()
 
     def state_dict(self):
         """Of num_actors 0. The episodes of processes are not kept: a resumed run starts new ones."""
@@ -1283,115 +861,46 @@ class Actors:
         self.actor_state = state["actor"]
 
     def close(self):
-        started = [process for process, _ in self.processes if process.pid]
-        for process in started:
-            process.kill()
-        for process in started:
-            process.join()
+        for end in ("kill", "join"):
+            for process in (process for process, _ in self.processes if process.pid):
+                getattr(process, end)()
         if self.actor is not None:
             self.actor.envs.close()
-        atexit.unregister(self.close)
-
-
-# Copied from algos/ppo_plr.py:keep_freed_memory
-def keep_freed_memory():
-    """Keeps glibc from handing the activations' memory back to the kernel after each piece, to fault it in again."""
-    with suppress(OSError, AttributeError):  # another C library has no such switch, nor the need
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-8, 1)):  # mmap threshold, trim threshold, arenas
-            mallopt(option, value)
 
 
 # ---- 6. Plumbing: seeds, the run directory, checkpoints --------------------------------------------------------------
 
 
-# Copied from algos/ppo.py:EpisodeStats
-class EpisodeStats:
-    """Return and length of every finished episode from raw rewards: dead steps do not count, both flags end one."""
+class Stats:
+    """What came since the last row of metrics.jsonl: episodes that ended, by their raw rewards, and updates."""
 
-    def __init__(self, num_envs):
-        self.returns, self.lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
-        self.total, self.dead, self.finished = 0, 0, []  # finished: (return, length) since the last pop
+    def __init__(self):
+        self.total, self.episodes, self.updates = 0, [], []  # episodes: (task, return, length)
 
-    def step(self, reward, ended, valid):
-        self.returns += np.where(valid, reward, 0)
-        self.lengths += valid
-        self.dead += int((~valid).sum())
-        for i in np.flatnonzero(ended):
-            self.add(float(self.returns[i]), int(self.lengths[i]))
-        self.returns[ended], self.lengths[ended] = 0, 0
+    def add(self, batch):
+        """The episodes that ended in the unrolls' arrays (T, B)."""
+        ended = batch["terminated"] | batch["truncated"]
+        columns = batch["tasks"].expand(ended.shape), batch["episode_return"], batch["episode_length"]
+        self.episodes += zip(*(column[ended].tolist() for column in columns))
+        self.total += int(ended.sum())
 
-    def add(self, episode_return, length):
-        self.finished.append((episode_return, length))
-        self.total += 1
-
-    def pop(self):
-        """Means over the episodes that finished since the last call, and the number of all."""
-        returns, lengths = np.mean(self.finished, axis=0) if self.finished else (math.nan, math.nan)
-        self.finished = []
-        return {"charts/episodic_return": returns, "charts/episodic_length": lengths, "charts/episodes": self.total}
+    def pop(self, games):
+        """Means over the episodes, also by game, and over the updates; of updates' numbers named ..._max the maxima."""
+        row = {"charts/episodic_return": math.nan, "charts/episodic_length": math.nan, "charts/episodes": self.total}
+        row |= dict(zip(row, np.mean([episode[1:] for episode in self.episodes], axis=0))) if self.episodes else {}
+        for task, game in enumerate(games):
+            returns = [[episode[1]] for episode in self.episodes if episode[0] == task]
+            row[f"tasks/{game}/episodic_return"] = np.mean(returns, axis=0)[0] if returns else math.nan
+        for name in self.updates[0]:
+            row[name] = (max if name.endswith("_max") else np.mean)([update[name] for update in self.updates])
+        self.episodes, self.updates = [], []
+        return row
 
     def state_dict(self):
         return vars(self)
 
     def load_state_dict(self, state):
-        self.returns, self.lengths = (np.asarray(state[name]).copy() for name in ("returns", "lengths"))
-        self.total, self.dead, self.finished = state["total"], state["dead"], [tuple(e) for e in state["finished"]]
-
-
-class GameStats:
-    """Finished episodes from raw rewards, over all games and by game."""
-
-    def __init__(self, games):
-        self.games, self.all, self.by_game = games, EpisodeStats(0), {game: EpisodeStats(0) for game in games}
-        self.latest = {}  # game -> its last mean return
-
-    def update(self, batch):
-        """The unrolls' arrays (T, B)."""
-        ended = (batch["terminated"] | batch["truncated"]) & batch["valid"]
-        columns = batch["tasks"].expand(ended.shape), batch["episode_return"], batch["episode_length"]
-        for task, *episode in zip(*(column[ended].tolist() for column in columns)):
-            self.all.add(*episode)
-            self.by_game[self.games[task]].add(*episode)
-        self.all.dead += int((~batch["valid"]).sum())
-
-    def pop(self):
-        """Means over the episodes that finished since the last call; the human-normalised score is by the latest."""
-        returns = {game: stats.pop()["charts/episodic_return"] for game, stats in self.by_game.items()}
-        self.latest |= {game: value for game, value in returns.items() if not math.isnan(value)}
-        row = self.all.pop() | {f"tasks/{game}/episodic_return": value for game, value in returns.items()}
-        return row | human_median("charts", self.latest)
-
-    def state_dict(self):
-        by_game = {game: stats.state_dict() for game, stats in self.by_game.items()}
-        return {"all": self.all.state_dict(), "by_game": by_game, "latest": self.latest}
-
-    def load_state_dict(self, state):
-        self.all.load_state_dict(state["all"])
-        self.latest = state["latest"]
-        for game, stats in self.by_game.items():
-            stats.load_state_dict(state["by_game"][game])
-
-
-class Window:
-    """Means of rows of numbers since the last pop; maxima of those named ..._max."""
-
-    def __init__(self):
-        self.rows = []
-
-    def add(self, row):
-        self.rows.append({name: float(value) for name, value in row.items()})
-
-    def pop(self):
-        rows, self.rows = self.rows, []
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        return {name: (max if name.endswith("_max") else np.mean)(values) for name, values in columns.items()}
-
-    def state_dict(self):
-        return {"rows": self.rows}
-
-    def load_state_dict(self, state):
-        self.rows = state["rows"]
+        vars(self).update(state)
 
 
 # Copied from algos/ppo.py:Randomness
@@ -1406,11 +915,9 @@ class Randomness:
         self.minibatches = np.random.default_rng(minibatches)
 
     def state_dict(self):
-        return {"torch": torch.get_rng_state(), "actions": self.actions.get_state(),
-                "minibatches": self.minibatches.bit_generator.state}  # fmt: skip
+        return {"actions": self.actions.get_state(), "minibatches": self.minibatches.bit_generator.state}
 
     def load_state_dict(self, state):
-        torch.set_rng_state(state["torch"])
         self.actions.set_state(state["actions"])
         self.minibatches.bit_generator.state = state["minibatches"]
 
@@ -1429,323 +936,6 @@ def pack(state):
     return state.item() if isinstance(state, np.generic) else state
 
 
-# Copied from algos/ppo.py:writing
-@contextmanager
-def writing(path):
-    """RunError that names `path` if the disk is full, the folder is gone and the like."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        raise RunError(f"cannot write {path}: {error}. What was there before is intact") from error
-
-
-# Copied from algos/ppo.py:write_atomically
-def write_atomically(path, write):
-    """Calls write(file) on a temporary neighbour, which replaces `path` only when it is safely on disk."""
-    temporary = path.with_name(path.name + ".tmp")
-    with writing(path):
-        try:
-            with open(temporary, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-# Copied from algos/ppo.py:save_checkpoint
-def save_checkpoint(folder, state, keep):
-    """Writes folder/<global_step>.pt, then removes all but the `keep` newest."""
-    with writing(folder):
-        folder.mkdir(exist_ok=True)
-    write_atomically(folder / f"{state['global_step']:012d}.pt", partial(torch.save, state))
-    for old in sorted(folder.glob("*.pt"))[:-keep]:
-        old.unlink()
-
-
-# Copied from algos/ppo.py:load_checkpoint
-def load_checkpoint(folder, config, names):
-    """The newest checkpoint that can be read and has `names`, or None. RunError if another configuration made it."""
-    paths = sorted(folder.glob("*.pt"), reverse=True)
-    for path in paths:
-        try:
-            state = torch.load(path, weights_only=True, map_location="cpu")
-            if missing := {"config", *names} - state.keys():
-                raise KeyError(*missing)
-        except Exception as error:  # a damaged file can raise anything
-            print(f"warning: {path} cannot be read ({type(error).__name__}); trying the one before", file=sys.stderr)
-            continue
-        other = {key for key in config if state["config"].get(key, config[key]) != config[key]}
-        if other:
-            what = ", ".join(f"{key} {state['config'][key]} (now {config[key]})" for key in sorted(other))
-            raise RunError(f"{path} was made by another configuration: {what}. Use another --run-dir")
-        return state
-    if paths:
-        raise RunError(f"no checkpoint in {folder} can be read: remove {folder.parent} to start again")
-    return None
-
-
-# Copied from algos/ppo.py:no_interrupt
-@contextmanager
-def no_interrupt():
-    """Lets Ctrl-C wait for the end of the block: torch.save breaks, and a row is torn, when it is cut short."""
-    received = []
-    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    for number in received[:1]:
-        signal.raise_signal(number)
-
-
-# Copied from algos/ppo.py:finite
-def finite(row):
-    """The row's numbers as floats, None for those that JSON has no word for."""
-    return {key: float(value) if math.isfinite(value) else None for key, value in row.items()}
-
-
-# Copied from algos/ppo.py:RunLogger
-class RunLogger:
-    """A run on disk (config.json, code.py, status.json, metrics.jsonl, eval.jsonl, tb/, checkpoints/, result.json).
-
-    As a context manager it turns the ways a run can end into what is left behind: SIGTERM or SIGUSR1 end it after the
-    update (exit 75), Ctrl-C at once (exit 130), both with a checkpoint; an error keeps the checkpoints as they are.
-    The signals are its own from the constructor on.
-    """
-
-    # These do not change what a run computes, so the same folder serves them all.
-    UNHASHED = ("exp_name", "env_id", "seed", "run_dir", "resume", "progress", "track", "wandb_project_name",
-                "wandb_entity", "eval_only", "capture_video", "keep_checkpoints", "log_interval")  # fmt: skip
-
-    def __init__(self, args):
-        self.args, self.start, self.wall_s = args, time.time(), 0.0
-        self.last_step, self.state, self.result = 0, None, None
-        self.metrics = self.evals = self.tb = None  # opened by `restore`
-        self.signals, numbers = [], (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        self.handlers = {number: signal.signal(number, partial(self.stop, self.signals)) for number in numbers}
-        values = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-        free = {*self.UNHASHED, *getattr(args, "tunable", ())}  # tunable: what this run's resumes may change
-        self.config = {key: value for key, value in values.items() if key not in free}
-        self.id = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:8]
-        names = args.exp_name, args.env_id, f"seed{args.seed}-{self.id}"
-        self.dir = Path(args.run_dir, *(re.sub(r"[^\w.-]+|^\.+", "-", name)[:100] for name in names))
-        script = Path(sys.modules[type(args).__module__].__file__)
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.dir / "lock", "a+")  # held as long as the process lives
-        except OSError as error:
-            raise RunError(f"--run-dir {args.run_dir} cannot be written: {error}. Choose another --run-dir") from error
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.seek(0)
-            raise RunError(f"{self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir") from None
-        with writing(self.dir / "lock"):
-            self.lock.truncate(0)
-            print(f"pid {os.getpid()} on {socket.gethostname()}", end="", file=self.lock, flush=True)
-        self.checkpoints = self.dir / "checkpoints"
-        if args.resume == "never" and ((self.dir / "metrics.jsonl").exists() or any(self.checkpoints.glob("*.pt"))):
-            raise RunError(f"--resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
-        code = script.read_bytes()
-        self.code_sha = hashlib.sha256(code).hexdigest()
-        git = partial(subprocess.run, cwd=script.resolve().parent, capture_output=True, text=True)
-        status = ["git", "status", "--porcelain", script.resolve()]  # of the script alone: it imports nothing else
-        self.config_json = {
-            "args": values, "argv": sys.argv, "script_sha256": self.code_sha,
-            "git_commit": git(["git", "rev-parse", "HEAD"]).stdout.strip() if shutil.which("git") else "",
-            "git_dirty": bool(git(status).stdout) if shutil.which("git") else None,
-            "host": socket.gethostname(), "cpus": len(os.sched_getaffinity(0)), "python": platform.python_version(),
-            "torch": torch.__version__, "numpy": np.__version__, "gymnasium": gym.__version__,
-        }  # fmt: skip
-        if (self.dir / "result.json").exists():
-            try:
-                self.result = json.loads((self.dir / "result.json").read_text())
-            except ValueError as error:
-                message = f"{self.dir}/result.json is damaged: {error}. Remove it: the same command then makes it anew"
-                raise RunError(message) from error
-        if self.result is None and not args.eval_only:
-            config = json.dumps(self.config_json, indent=1).encode()
-            write_atomically(self.dir / "config.json", lambda f: f.write(config))
-            write_atomically(self.dir / "code.py", lambda f: f.write(code))
-
-    def restore(self, parts):
-        """The state to go on from, with that of each of `parts`, or None for a new run. Rows logged after it are
-        dropped: they will come again."""
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        names = "code_sha", "wall_s", "update", "global_step", "row", "next_obs", *parts
-        state = load_checkpoint(self.checkpoints, self.config, names)
-        if state is None and (self.args.resume == "must" or self.args.eval_only):
-            raise RunError(f"{self.checkpoints} holds no checkpoint to go on from: train first, with --resume auto")
-        if state is not None and state["code_sha"] != self.code_sha:
-            old, new = state["code_sha"][:8], self.code_sha[:8]
-            print(f"warning: the script changed since the checkpoint (sha {old}, now {new})", file=sys.stderr)
-        step, self.first_update, self.wall_s = -1, 0, 0.0
-        if state is not None:
-            step, self.first_update, self.wall_s = state["global_step"], state["update"], state["wall_s"]
-        self.last_step = max(step, 0)
-        for path in (self.dir / "metrics.jsonl", self.dir / "eval.jsonl"):
-            text, kept, damaged = path.read_text(errors="replace") if path.exists() else "", "", []
-            for line in text.splitlines():
-                try:
-                    kept += f"{line}\n" if json.loads(line)["global_step"] <= step or self.args.eval_only else ""
-                except (ValueError, KeyError, TypeError):
-                    damaged.append(line)
-            if damaged:
-                print(f"warning: {path}: {len(damaged)} damaged rows dropped: {damaged[0][:60]!r}", file=sys.stderr)
-            if kept != text:
-                write_atomically(path, lambda f, kept=kept: f.write(kept.encode()))
-        with writing(self.dir):
-            self.metrics, self.evals = open(self.dir / "metrics.jsonl", "a"), open(self.dir / "eval.jsonl", "a")
-            (self.dir / "tb").mkdir(exist_ok=True)
-            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-            self.tb = RecordWriter(open(self.dir / "tb" / name, "ab"))
-        self.write_event(file_version="brain.Event:2")
-        self.write_event(step=step + 1, session_log={"status": "START"})  # hides what was logged from that step on
-        return state
-
-    def __enter__(self):
-        self.last_time, self.last_line, self.eval_return = time.time(), time.time(), None
-        self.wandb = None
-        if self.args.track:
-            try:
-                import wandb
-
-                self.wandb = wandb.init(project=self.args.wandb_project_name, entity=self.args.wandb_entity,
-                                        id=f"{self.dir.parent.name}-{self.dir.name}", resume="allow", dir=self.dir,
-                                        config=self.config_json, name=str(self.dir))  # fmt: skip
-            except Exception as error:  # not installed, no key, no network
-                raise RunError(f"--track: {error!r} (WANDB_MODE=offline needs no key)") from error
-            self.wandb.define_metric("*", step_metric="global_step")
-        progress = {"auto": "bar" if sys.stderr.isatty() else "log"}.get(self.args.progress, self.args.progress)
-        self.bar = tqdm(bar_format="{desc}") if progress == "bar" else None
-        self.show = {"bar": lambda line: self.bar.set_description_str(line), "log": self.every_30_s}.get(progress)
-        return self
-
-    @staticmethod  # so that the handler holds no run, which would hold its lock
-    def stop(signals, number, frame):
-        signals.append(number)
-        if number == signal.SIGINT:  # one is enough: a second would cut the clean-up short
-            signal.signal(number, signal.SIG_IGN)
-            raise SystemExit(130)
-
-    def __exit__(self, kind, error, traceback):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        stopped = kind is SystemExit and error.code in (75, 130)
-        if stopped and error.code == 130 and self.state is not None:
-            save_checkpoint(self.checkpoints, self.state, self.args.keep_checkpoints)
-            print(f"interrupted: the same command goes on from {self.checkpoints}", file=sys.stderr)
-        self.status("finished" if kind is None else "interrupted" if stopped else "failed")
-        for sink in (self.metrics, self.evals, self.tb, self.bar, self.lock):
-            with suppress(OSError, AttributeError):  # a full disk again; no bar
-                sink.close()
-        if self.wandb is not None:
-            self.wandb.finish(exit_code=int(kind is not None))
-        for number, handler in () if stopped else self.handlers.items():  # else: another signal could hit the exit
-            signal.signal(number, handler)
-
-    def every_30_s(self, line):
-        if time.time() - self.last_line >= 30:
-            self.last_line = time.time()
-            print(line, file=sys.stderr, flush=True)
-
-    @no_interrupt()
-    def checkpoint(self, state, due):
-        """At the top of each update: keeps the packed state for Ctrl-C; writes it when due or when asked to stop."""
-        self.state = pack(state) | {"config": self.config, "code_sha": self.code_sha, "wall_s": self.elapsed()}
-        if due or self.signals:
-            save_checkpoint(self.checkpoints, self.state, self.args.keep_checkpoints)
-        if self.signals:
-            name = signal.Signals(self.signals[0]).name
-            print(f"stopped by {name}: the same command goes on from here", file=sys.stderr)
-            raise SystemExit(130 if name == "SIGINT" else 75)
-
-    def elapsed(self):
-        """Seconds of work on this run, those before a resume included."""
-        return self.wall_s + time.time() - self.start
-
-    def status(self, state):
-        if self.args.eval_only:  # the run stays what it was
-            return
-        row = {"state": state, "step": self.last_step, "pid": os.getpid(), "host": socket.gethostname(),
-               "heartbeat": time.time()}  # fmt: skip
-        with suppress(OSError):  # a full disk has been reported already, by what matters more
-            (self.dir / "status.json").write_text(json.dumps(row))
-
-    @no_interrupt()
-    def log(self, step, row, update):
-        """One row of metrics.jsonl (not finite: null), TensorBoard and wandb; the progress line; status.json."""
-        now = time.time()
-        row["charts/SPS"] = (step - self.last_step) / (now - self.last_time)
-        self.last_step, self.last_time = step, now
-        row = finite(row)
-        self.write(self.metrics, {"global_step": step, "wall_s": round(self.elapsed(), 3)} | row)
-        known = {key: value for key, value in row.items() if value is not None}
-        self.write_event(step=step, summary={"value": [{"tag": k, "simple_value": v} for k, v in known.items()]})
-        if self.wandb is not None:
-            self.wandb.log({"global_step": step} | known)
-        self.status("running")
-        self.eval_return = row.get("eval/return_mean", self.eval_return)
-        if self.show:
-            left = (now - self.start) / (update - self.first_update) * (self.args.num_updates - update)
-            ret, test = ("-" if x is None else f"{x:.1f}" for x in (row["charts/episodic_return"], self.eval_return))
-            done = f"upd {update}/{self.args.num_updates} | {step / 1e6:.2f}M/{self.args.total_timesteps / 1e6:.2f}M"
-            speed = f"{row['charts/SPS']:.0f} sps | ret {ret} | test {test} | eta {timedelta(seconds=int(left))}"
-            self.show(f"{done} | {speed}")
-
-    def write_event(self, **fields):
-        """Appends to TensorBoard's file. Not by SummaryWriter, whose thread meets a full disk with a traceback."""
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        with writing(self.dir / "tb"):
-            self.tb.write(Event(wall_time=time.time(), **fields).SerializeToString())
-            self.tb.flush()
-
-    def log_eval(self, step, rows):
-        """One row of eval.jsonl per evaluation episode."""
-        for row in rows:
-            self.write(self.evals, {"global_step": step} | row)
-
-    def write(self, file, row):
-        with writing(file.name):
-            print(json.dumps(row), file=file, flush=True)
-
-    def finish(self, result):
-        """result.json, written last: its presence means that the run is complete."""
-        result = {key: int(value) if key == "global_step" else value for key, value in finite(result).items()}
-        write_atomically(self.dir / "result.json", lambda f: f.write(json.dumps(result, indent=1).encode()))
-        if self.show:
-            tqdm.write(f"finished: {self.dir}\n{json.dumps(result)}")
-        return result
-
-
-# Copied from algos/ppo.py:Stopwatch
-class Stopwatch:
-    """Seconds by activity since it was made: lap(name) books the time since the last lap."""
-
-    def __init__(self):
-        self.total, self.last = {}, time.perf_counter()
-
-    def lap(self, name):
-        now = time.perf_counter()
-        self.total[name], self.last = self.total.get(name, 0.0) + now - self.last, now
-
-
-# Copied from algos/ppo.py:select_device
-def select_device(name, deterministic):
-    """The torch device, with cuda checked and deterministic kernels switched on."""
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if (name == "cuda" and not torch.cuda.is_available()) or (name == "mps" and not torch.backends.mps.is_available()):
-        raise RunError(f"--device {name}, but torch {torch.__version__} finds none: use --device cpu")
-    return torch.device(name)
-
-
 # Copied from algos/ppo.py:require_finite
 def require_finite(**tensors):
     """RunError that names the first tensor with a value that is not finite."""
@@ -1754,43 +944,242 @@ def require_finite(**tensors):
             raise RunError(f"{name} is not finite. The last good checkpoint is kept; try a lower --learning-rate")
 
 
+# Copied from algos/ppo.py:RunLogger
+class RunLogger(ExitStack):
+    """A run on disk (config.json, code.py, status.json, metrics.jsonl, eval.jsonl, tb/, checkpoints/, result.json).
+
+    Around all of `train`. SIGTERM, SIGUSR1 or SIGHUP end a run at the next `check_signals` (exit 75), Ctrl-C at once
+    (exit 130), with a checkpoint of the newest whole update; an error keeps the checkpoints as they are.
+    """
+
+    # These do not change what a run computes, so the same folder serves them all.
+    UNHASHED = ("seed", "run_dir", "resume", "progress", "track", "wandb_project_name", "wandb_entity", "eval_only",
+                "capture_video", "keep_checkpoints", "log_interval")  # fmt: skip
+    LOGS = "metrics.jsonl", "eval.jsonl", "tb/events.out.tfevents.0"
+
+    def __init__(self, args):
+        super().__init__()
+        self.args, self.begun, self.step, self.test = args, time.monotonic(), None, math.nan
+        self.signals, self.handlers, self.state, self.wandb, self.host = [], {}, None, None, os.uname().nodename
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
+                self.handlers[number] = signal.signal(number, self.stop)
+        values = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+        script = Path(sys.modules[type(args).__module__].__file__)
+        tree = ast.parse(code := script.read_bytes())
+        for node in ast.walk(tree):  # comments are gone already, now docstrings
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+                del node.body[0]
+        self.config = {key: value for key, value in values.items() if key not in self.UNHASHED}
+        self.config["program"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()
+        names = [re.sub(r"[^\w.-]+|^\.+", "-", name)[:100] for name in (args.exp_name, args.env_id)]
+        self.dir = Path(args.run_dir, *names, f"seed{args.seed}-{digest[:8]}")
+        result = self.dir / "result.json"
+        try:
+            self.result = json.loads(result.read_text()) if result.exists() else None
+        except ValueError as error:
+            raise RunError(f"{result} is damaged: {error}. Remove it: the same command then makes it anew") from error
+        if self.result is not None and not args.eval_only:
+            return
+        try:
+            for folder in ("checkpoints", "tb"):
+                (self.dir / folder).mkdir(parents=True, exist_ok=True)
+            self.lock = open(os.open(self.dir / "lock", os.O_RDWR | os.O_CREAT), "r+")
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process's alone: no child holds it on
+            self.lock.truncate(0)
+            os.write(self.lock.fileno(), f"pid {os.getpid()} on {self.host}".encode())
+        except BlockingIOError:
+            raise RunError(f"{self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir") from None
+        except OSError as error:
+            raise RunError(f"cannot write {self.dir}/lock: {error}. Choose another --run-dir") from error
+        git = {"cwd": script.resolve().parent, "capture_output": True, "text": True}
+        self.info = {
+            "args": values, "argv": sys.argv, "script_sha256": hashlib.sha256(code).hexdigest(), "host": self.host,
+            "git_commit": subprocess.run(["env", "git", "rev-parse", "HEAD"], **git).stdout.strip(),
+            "git_dirty": bool(subprocess.run(["env", "git", "status", "--porcelain", script.name], **git).stdout),
+        } | {"python": sys.version} | {module.__name__: module.__version__ for module in (torch, np, gym)}  # fmt: skip
+        if not args.eval_only:
+            self.write("config.json", json.dumps(self.info, indent=1))
+            self.write("code.py", code)
+
+    def stop(self, number, frame):
+        self.signals.append(number)
+        if number == signal.SIGINT:  # one is enough: a second would cut the clean-up short
+            signal.signal(number, signal.SIG_IGN)
+            raise SystemExit(130)
+
+    def check_signals(self):
+        if self.signals:
+            raise SystemExit(75)
+
+    def __exit__(self, kind, error, traceback):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stopped = kind is SystemExit and error.code in (75, 130)
+        super().__exit__(kind, error, traceback)
+        if stopped and self.state is not None:
+            self.save()
+            print(f"{signal.Signals(self.signals[0]).name}: the same command goes on from {self.dir}", file=sys.stderr)
+        self.status("finished" if kind is None else "interrupted" if stopped else "failed")
+        for number, handler in () if stopped else self.handlers.items():  # a second signal does not cut an exit short
+            signal.signal(number, handler)
+        if isinstance(error, (OSError, ImportError, MemoryError)) or re.search("(allocate|out of) memory", str(error)):
+            raise RunError(f"{type(error).__name__}: {error}") from error
+        if kind is SystemExit and not error.code:
+            raise RunError("the program was ended before its result (by sys.exit in an environment?)") from error
+
+    def write(self, name, data, append=False):
+        """Appends to a file of the run, or replaces it when the new one is safely on disk."""
+        path, data = self.dir / name, data.encode() if isinstance(data, str) else data
+        written = path if append else self.dir / "half.tmp"  # one name: what a kill leaves does not pile up
+        try:
+            with open(written, "ab" if append else "wb") as file:
+                file.write(data)
+                file.flush()
+                if not append:
+                    os.fsync(file.fileno())
+            written.replace(path)
+        except OSError as error:
+            (self.dir / "half.tmp").unlink(missing_ok=True)
+            raise RunError(f"cannot write {path}: {error}. What was there before is intact") from error
+
+    def restore(self, **parts):
+        """Loads the newest readable checkpoint into `parts`, whose states checkpoints hold from now on -> its update,
+        global_step, row; 0, 0, {} for a new run. What was logged after it is dropped: it will come again."""
+        self.parts, paths = parts, sorted((self.dir / "checkpoints").glob("*.pt"), reverse=True)
+        state = new = {"logs": {}, "token": os.urandom(8).hex(), "wall_s": 0, "update": 0, "global_step": 0, "row": {}}
+        for path in paths:
+            try:
+                saved = torch.load(path, weights_only=True, map_location="cpu")
+                state = {name: saved[name] for name in (*new, *parts)}
+                break
+            except Exception as error:  # a damaged file can raise anything
+                print(f"warning: {path} cannot be read ({type(error).__name__})", file=sys.stderr)
+        if state is new and (paths or self.args.resume == "must" or self.args.eval_only):
+            raise RunError(f"{self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
+        if state is not new and self.args.resume == "never":
+            raise RunError(f"--resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
+        for name in parts if state is not new else ():
+            parts[name].load_state_dict(state[name])
+        for path in filter(Path.exists, (self.dir / name for name in self.LOGS if not self.args.eval_only)):
+            os.truncate(path, min(state["logs"].get(path.name, 0), path.stat().st_size))
+        self.token, self.step, self.resumed = state["token"], state["global_step"], state is not new
+        self.time, self.begun = time.monotonic(), self.begun - state["wall_s"]
+        if self.args.track:
+            try:
+                import wandb
+
+                self.wandb = wandb.init(project=self.args.wandb_project_name, entity=self.args.wandb_entity,
+                                        id=self.token, resume="allow", config=self.info, name=str(self.dir),
+                                        dir=self.dir)  # fmt: skip
+            except Exception as error:  # its own kinds are many
+                raise RunError(f"--track: {' '.join(str(error).split())}") from error
+            self.enter_context(self.wandb).define_metric("*", step_metric="global_step")
+        auto = "none" if sys.stderr is None else "bar" if sys.stderr.isatty() else "log"  # None: it was closed
+        mode = self.args.progress.replace("auto", auto)
+        wait, end = (30, "\n") if mode == "log" else (0.1, "")  # seconds between lines; what ends one
+        form = "{n_fmt}/{total_fmt} steps | {rate_fmt} | {desc} | eta {remaining}" + end
+        look = {"unit": "", "unit_scale": True, "delay": wait, "mininterval": wait, "disable": mode == "none"}
+        self.bar = self.enter_context(tqdm(total=self.args.total_timesteps, initial=self.step, bar_format=form, **look))
+        return state["update"], self.step, state["row"]
+
+    def checkpoint(self, update, global_step, row, last=False):
+        """At the top of each update: keeps the packed state, and saves it when due. Ends the run if it was told to."""
+        logs = {path.name: path.stat().st_size for name in self.LOGS if (path := self.dir / name).exists()}
+        state = {"update": update, "global_step": global_step, "row": row, "logs": logs, "token": self.token}
+        state |= {"wall_s": time.monotonic() - self.begun} | {name: p.state_dict() for name, p in self.parts.items()}
+        self.state = pack(state)
+        if last or (update and update % self.args.checkpoint_interval == 0):
+            self.save()
+        self.check_signals()
+
+    def save(self):
+        buffer = io.BytesIO()
+        torch.save(self.state, buffer)
+        self.write(f"checkpoints/{self.state['global_step']:012d}.pt", buffer.getbuffer())
+        for old in sorted((self.dir / "checkpoints").glob("*.pt"))[: -self.args.keep_checkpoints]:
+            old.unlink()
+
+    def status(self, state):
+        row = {"state": state, "step": self.step, "pid": os.getpid(), "host": self.host, "heartbeat": time.time()}
+        if self.step is not None and not self.args.eval_only:  # which leaves the run as it was
+            with suppress(OSError):  # a full disk has been reported already, by what matters more
+                (self.dir / "status.json").write_text(json.dumps(row))
+
+    def log(self, step, row):
+        """One row of metrics.jsonl (not finite: null), TensorBoard and wandb; the progress line; status.json."""
+        now = time.monotonic()
+        row |= {"charts/SPS": (step - self.step) / (now - self.time)}
+        known = {key: float(value) for key, value in row.items() if math.isfinite(value)}
+        self.write_rows("metrics.jsonl", step, [{"wall_s": round(now - self.begun, 3)} | dict.fromkeys(row) | known])
+        summary = {"value": [{"tag": key, "simple_value": value} for key, value in known.items()]}
+        record = io.BytesIO()  # not by SummaryWriter, whose thread meets a full disk with a traceback
+        RecordWriter(record).write(Event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
+        self.write(self.LOGS[-1], record.getvalue(), append=True)
+        if self.wandb is not None:
+            self.wandb.log({"global_step": step} | known)
+        self.test = known.get("eval/return_mean", self.test)
+        self.bar.set_description_str(f"ret {row['charts/episodic_return']:.1f} | test {self.test:.1f}", refresh=False)
+        self.bar.update(min(step, self.bar.total) - self.step)
+        self.step, self.time = step, now
+        self.status("running")
+
+    def write_rows(self, name, step, rows):
+        self.write(name, "".join(json.dumps({"global_step": step} | row) + "\n" for row in rows), append=True)
+
+    def log_eval(self, step, rows, prefix="eval"):
+        """A row of eval.jsonl for each evaluation episode; their means."""
+        self.write_rows("eval.jsonl", step, rows)
+        returns, lengths = zip(*((row["return"], row["length"]) for row in rows), strict=True)
+        return {f"{prefix}/return_mean": np.mean(returns), f"{prefix}/return_std": np.std(returns),
+                f"{prefix}/length_mean": np.mean(lengths)}  # fmt: skip
+
+    def finish(self, step, row):
+        """result.json, written last: its presence means that the run is complete."""
+        evals = {key: value for key, value in row.items() if key.startswith("eval")}
+        result = {"global_step": step, "wall_s": time.monotonic() - self.begun} | evals
+        self.write("result.json", json.dumps(result, indent=1))
+        print(f"\nfinished: {self.dir}\n{json.dumps(result)}")
+        return result
+
+
+class Member(RunLogger):
+    """A run whose resumes may change four settings, and whose checkpoint may be another member's: no logs are cut."""
+
+    UNHASHED = (*RunLogger.UNHASHED, "learning_rate", "ent_coef", "rmsprop_eps", "max_grad_norm")
+    LOGS = (f"tb/events.out.tfevents.{os.getpid()}",)
+
+
 # ---- 7. Evaluation ---------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
-def evaluate(policy, args):
+def evaluate(policy, args, check=lambda: None):
     """Plays args.eval_episodes episodes of each game in environments of their own, seeded by args.eval_seed alone: one
-    policy for all, which is not told the game. Returns a row per episode: the game as `level`, raw return, length."""
+    policy for all, which is not told the game. Returns a row per episode: the game as `level`, raw return, length.
+    `check` may end it."""
     E, device, rows = args.eval_episodes, next(policy.parameters()).device, []
     *seeds, action_seed = np.random.SeedSequence(args.eval_seed).spawn(len(args.games) * E + 1)
     generator = torch.Generator(device).manual_seed(int(action_seed.generate_state(1)[0]))
     for task, game in enumerate(args.games):  # in turn: none is played on until the longest of all ends
-        with closing(MultiTaskEnvs(args.games, [task] * E, seeds[task * E : (task + 1) * E])) as envs:
-            obs, core, running = envs.reset(), policy.initial_core(E).to(device), np.ones(E, bool)
+        with closing(GymEnvs(args.games, [task] * E, seeds[task * E : (task + 1) * E])) as envs:
+            obs, core, running = envs.obs, policy.initial_core(E).to(device), np.ones(E, bool)
             starts, action, reward = np.ones(E, bool), np.zeros(E, np.int64), np.zeros(E, np.float32)
             returns, lengths = np.zeros(E), np.zeros(E, np.int64)
-            while running.any():
+            while running.any() and lengths.max() < args.eval_max_steps:
+                check()
                 inputs = (torch.from_numpy(array)[None].to(device) for array in (obs, starts, action, reward))
                 logits, _, core = policy(*inputs, core)
                 action = sample(logits[0], None if args.eval_greedy else generator).cpu().numpy()
-                obs, reward, terminated, truncated, info = envs.step(action)
+                obs, reward, terminated, truncated, _ = envs.step(action)
                 returns, lengths = returns + reward * running, lengths + running
-                running &= ~(terminated | truncated)
-                starts, reward = info["starts"], reward.astype(np.float32)
+                starts, reward = terminated | truncated, reward.astype(np.float32)
+                running &= ~starts
+        if running.any():
+            print(f"note: {running.sum()} episodes of {game} were cut off at --eval-max-steps", file=sys.stderr)
         rows += [{"split": "eval", "level": game, "return": float(total), "length": int(length)}
                  for total, length in zip(returns, lengths)]  # fmt: skip
     return rows
-
-
-def summarize(rows):
-    """Means of evaluation rows by game and over all; of Atari games also the median human-normalised score."""
-    returns = {}
-    for row in rows:
-        returns.setdefault(row["level"], []).append(row["return"])
-    means = {game: np.mean(values) for game, values in returns.items()}
-    summary = {"eval/return_mean": np.mean([*means.values()]), "eval/length_mean": np.mean([r["length"] for r in rows])}
-    summary |= {f"eval/{game}/return_mean": mean for game, mean in means.items()}
-    return summary | human_median("eval", means)
 
 
 # ---- 8. Training -----------------------------------------------------------------------------------------------------
@@ -1799,84 +1188,75 @@ def summarize(rows):
 def make_actor(args, seed, version, index):
     """Actor `index`, with its share of the environments of all actors."""
     E = args.envs_per_actor
-    tasks = assign_tasks(args.games, max(args.num_actors, 1) * E)[index * E : (index + 1) * E]
+    tasks = np.arange(index * E, (index + 1) * E) % len(args.games)  # the games in turn, over all actors
     # By the version too, so that where the episodes of before a resume are lost, others come.
     seed = np.random.SeedSequence(seed.entropy, spawn_key=(*seed.spawn_key, version, index))
     *env_seeds, action_seed = seed.spawn(E + 1)
-    envs = MultiTaskEnvs(args.games, tasks, env_seeds)
     with torch.device("meta"):  # no weights yet, and no draws for them
         policy = Policy(shared_space(args.games)[0], args.network, args.lstm_size)
-    return Actor(envs, policy, action_seed, args.num_steps)
+    return Actor(GymEnvs(args.games, tasks, env_seeds), policy, action_seed, args.num_steps)
 
 
 def train(args):
-    # Copied from algos/ppo.py:region(setup)
-    torch.set_num_threads(args.torch_threads or len(os.sched_getaffinity(0)))
-    device = select_device(args.device, args.deterministic)
-    random = Randomness(args.seed, device)
-    run = RunLogger(args)
-    if run.result is not None and not args.eval_only:
-        print(f"finished before, nothing to do: {run.dir}\n{json.dumps(run.result)}")
-        return run.result
-    # End of copy
-
-    keep_freed_memory()
-    E, games, space = args.envs_per_actor, args.games, shared_space(args.games)[0]
-    agent = Agent(space, len(games), args).to(device)
-    optimizer = RMSPropTF(agent.parameters(), args.learning_rate, args.rmsprop_decay, args.rmsprop_eps)
-    stats, window = GameStats(games), Window()
-    actors = Actors(
-        partial(make_actor, args, random.envs), Actor.layout(args.num_steps, E, space, args.lstm_size),
-        args.num_actors, args.num_slots, args.batch_rollouts // E, args.max_policy_lag,
-    )  # fmt: skip
-    parts = {"agent": agent, "optimizer": optimizer, "random": random, "actors": actors, "stats": stats,
-             "window": window}  # fmt: skip
-    first_update, global_step, row = 0, 0, {}
-
-    def snapshot(update):
-        state = {name: part.state_dict() for name, part in parts.items()}
-        return state | {"update": update, "global_step": global_step, "row": row, "next_obs": None}
-
-    with run, closing(actors):
-        # Copied from algos/ppo.py:region(restore)
-        state = run.restore(parts)
-        if state is not None:
-            first_update, global_step, row = state["update"], state["global_step"], state["row"]
-            for name, part in parts.items():
-                part.load_state_dict(state[name])
+    with (Member if args.pbt else RunLogger)(args) as run:
+        # Copied from algos/ppo.py:region(setup)
+        if run.result is not None and not args.eval_only:
+            print(f"finished before, nothing to do: {run.dir}\n{json.dumps(run.result)}")
+            return run.result
+        torch.set_num_threads(args.torch_threads or len(os.sched_getaffinity(0)))
+        torch.use_deterministic_algorithms(args.deterministic)
+        device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type not in ("cpu", getattr(torch.accelerator.current_accelerator(True), "type", None)):
+            raise RunError(f"--device {device}, but torch {torch.__version__} finds none: use --device cpu")
+        random = Randomness(args.seed, device)
         # End of copy
+        E, games, space = args.envs_per_actor, args.games, shared_space(args.games)[0]
+        agent = Agent(space, len(games), args).to(device)
+        optimizer = RMSPropTF(agent.parameters(), args.learning_rate, args.rmsprop_decay, args.rmsprop_eps)
+        layout = Actor.layout(args.num_steps, E, space, args.lstm_size)
+        options = args.num_actors, args.num_slots, args.batch_rollouts // E, args.max_policy_lag
+        actors = run.enter_context(closing(Actors(partial(make_actor, args, random.envs), layout, *options)))
+        stats, parts = Stats(), {"agent": agent, "optimizer": optimizer, "random": random, "actors": actors}
+        first_update, global_step, row = run.restore(**parts, stats=stats)
+
+        def test():
+            rows = evaluate(agent.policy, args, run.check_signals)
+            means = {f"eval/{game}/return_mean": np.mean([row["return"] for row in rows if row["level"] == game])
+                     for game in games}  # fmt: skip
+            return run.log_eval(global_step, rows) | means | {"eval/return_mean": np.mean([*means.values()])}
+
         if args.eval_only:
-            rows = evaluate(agent.policy, args)
-            run.log_eval(global_step, rows)
-            print(json.dumps(summarize(rows)))
-            return summarize(rows)
+            print(json.dumps(means := test()))
+            return means
         actors.start(flat_weights(agent.policy), first_update)
 
         for update in range(first_update, args.num_updates):
-            run.checkpoint(snapshot(update), due=update > first_update and update % args.checkpoint_interval == 0)
+            run.checkpoint(update, global_step, row)
             rate = args.learning_rate * (1 - update / args.num_updates if args.anneal_lr else 1)
             optimizer.param_groups[0].update(lr=rate, eps=args.rmsprop_eps)
-            clock = Stopwatch()
 
             # Collect: the oldest full unrolls of the actors, side by side.
-            batch = actors.batch()
-            stats.update(batch)
-            global_step += int(batch["valid"].sum())
-            clock.lap("collect")
+            begun = time.perf_counter()
+            batch = actors.batch(run.check_signals)
+            stats.add(batch)
+            global_step += args.batch_size
+            collected = time.perf_counter()
 
             # ---- PopArt-IMPALA: this block is the method (with vtrace and PopArt.update) ----
             b = {name: tensor.to(device) for name, tensor in batch.items()}
             tasks = b["tasks"][0].clamp(max=agent.num_heads - 1)
             logits, features, _ = agent.policy(b["obs"], b["starts"], b["action"], b["reward"], b["core"])
+            normalized = agent.values(features)
+            next_normalized = normalized[1:].detach().clone()
+            with torch.no_grad():  # what was cut off is worth what its last observation is
+                cut, last = agent.last_features(b)
+                next_normalized[cut] = agent.values(last)
             rewards = b["reward"][1:].clamp(-1, 1) if args.reward_clip == "unit" else b["reward"][1:]
             loss, loss_parts, values, targets = impala_loss(
-                logits[:-1], agent.values(features), agent.values.mu, agent.values.sigma, tasks, b["action"][1:],
-                b["logits"], rewards, b["terminated"], b["truncated"], b["valid"], args.gamma, args.ent_coef,
+                logits[:-1], normalized[:-1], next_normalized, agent.values.mu, agent.values.sigma, tasks,
+                b["action"][1:], b["logits"], rewards, b["terminated"], b["truncated"], args.gamma, args.ent_coef,
                 args.vf_coef, args.rho_bar, args.rho_bar, args.c_bar,
             )  # fmt: skip
-            if args.pixel_control_coef:
-                loss_parts["pixel_loss"] = agent.pixel_loss(b, features)
-                loss = loss + args.pixel_control_coef * loss_parts["pixel_loss"]
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -1884,38 +1264,33 @@ def train(args):
                 require_finite(rewards=rewards, logits=logits, values=values, **loss_parts, grad_norm=grad_norm)
             optimizer.step()  # first the network, with the old statistics ...
             if args.popart:
-                agent.values.update(targets, tasks, b["valid"])  # ... then these, which leaves all values as they are
+                agent.values.update(targets, tasks)  # ... then these, which leaves all values as they are
             actors.publish(flat_weights(agent.policy))
             # ---- end of the method ----
             require_finite(**dict(agent.named_parameters()), mu=agent.values.mu, nu=agent.values.nu)
-            clock.lap("update")
 
             # Log and evaluate.
             loss_parts["grad_norm"] = grad_norm
             losses = zip(loss_parts, torch.stack([*loss_parts.values()]).tolist())
-            window.add({f"losses/{name}": loss for name, loss in losses} | actors.metrics
-                       | {f"perf/{name}_s": seconds for name, seconds in clock.total.items()})  # fmt: skip
+            stats.updates.append({f"losses/{name}": loss for name, loss in losses} | actors.metrics | {
+                "perf/collect_s": collected - begun, "perf/update_s": time.perf_counter() - collected,
+            })  # fmt: skip
             last, row = update + 1 == args.num_updates, {}
             if last or (args.eval_interval and (update + 1) % args.eval_interval == 0):
-                rows = evaluate(agent.policy, args)
-                run.log_eval(global_step, rows)
-                clock.lap("eval")
-                row = summarize(rows) | {"perf/eval_s": clock.total["eval"]}
+                begun = time.perf_counter()
+                row = test() | {"perf/eval_s": time.perf_counter() - begun}
             if last or row or (update + 1) % args.log_interval == 0:
-                done = {"charts/update": update + 1, "charts/learning_rate": rate, "perf/dead_steps": stats.all.dead,
-                        "charts/frames": global_step * space.frame_skip}  # fmt: skip
+                done = {"charts/update": update + 1, "charts/learning_rate": rate}
                 mu, sigma = agent.values.mu[tasks], agent.values.sigma[tasks]
-                normalized = [((x - mu) / sigma)[b["valid"]].cpu().numpy() for x in (values, targets)]
+                normalized = [((x - mu) / sigma).flatten().cpu().numpy() for x in (values, targets)]
                 done["losses/explained_variance"] = explained_variance(*normalized)
                 for name in ("mu", "sigma") if args.popart else ():
-                    statistics = zip(games, getattr(agent.values, name).tolist())
-                    done |= {f"popart/{game}/{name}": value for game, value in statistics}
-                run.log(global_step, row | window.pop() | stats.pop() | done, update + 1)
+                    done |= {f"popart/{game}/{name}": x for game, x in zip(games, getattr(agent.values, name).tolist())}
+                run.log(global_step, row | stats.pop(games) | done)
 
         # Copied from algos/ppo.py:region(finish)
-        run.checkpoint(snapshot(args.num_updates), due=True)
-        names = {key: value for key, value in row.items() if key.startswith("eval")}
-        return run.finish({"global_step": global_step, "wall_s": run.elapsed()} | names)
+        run.checkpoint(args.num_updates, global_step, row, last=True)
+        return run.finish(global_step, row)
         # End of copy
 
 

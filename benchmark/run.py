@@ -4,15 +4,18 @@
     scripts/run benchmark/run.py run cartpole --workers 2            # again after any end: goes on
     scripts/run benchmark/run.py status cartpole
     scripts/run --extra benchmark benchmark/run.py report cartpole   # collects, and writes report.md and report.html
+    scripts/run --extra benchmark benchmark/run.py publish cartpole  # copies that to benchmark/results/cartpole
 
-Everything is below --results: ledger, logs, runs, tables, report. Any number of runners, on any machines that share
-that folder, may work on one suite at the same time. Exit code: 0 all done, 1 something failed, 130 after Ctrl-C.
+Everything is below --results: ledger, logs, runs, tables, report; benchmark/results holds what is published alone. Any
+number of runners, on any machines that share that folder, may work on one suite at the same time. Exit code: 0 all
+done, 1 something failed, 130 after Ctrl-C.
 """
 
 import hashlib
 import importlib
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -26,17 +29,19 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import tyro  # noqa: E402  after the path, from which the rest of this package is found
 
-from benchmark import backends, execute, suite  # noqa: E402
-from benchmark.board import Board, run_directory  # noqa: E402
-from benchmark.ledger import HOST, Ledger, outlook  # noqa: E402
+from benchmark.runner import backends, execute, suite  # noqa: E402
+from benchmark.runner.board import Board, run_directory  # noqa: E402
+from benchmark.runner.ledger import HOST, Ledger, outlook  # noqa: E402
 
 
 @dataclass
 class Common:
     suite: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SUITE")]  # its name, or path of a TOML file
-    results: Path = Path("benchmark/results")  # folder with a folder for each suite
+    results: Path = suite.RESULTS  # folder with a folder for each suite
 
     def __post_init__(self):
+        if self.results.resolve() == suite.PUBLISHED:
+            raise SystemExit(f"error: --results {self.results} holds what is published: name another folder")
         self.plan = suite.load(self.suite)
         self.folder = self.results / self.plan.name
 
@@ -81,7 +86,7 @@ class Run(Execute):
 
     workers: int | None = None  # runs at the same time; default: as many as the CPUs (and GPUs) carry
     backend: Literal["local", "slurm", "ray"] = "local"
-    dry_run: bool = False  # with slurm: print the script and submit nothing
+    dry_run: bool = False  # with slurm: print the script, as it could be submitted, and write and submit nothing
     slurm: tuple[str, ...] = ()  # further #SBATCH options, as in partition=gpu time=10:00:00
     ray_address: str | None = None  # of the cluster; default: the one around here, or a new one on this machine
     fail_fast: bool = False  # stop when a run has failed; the others leave checkpoints
@@ -96,6 +101,9 @@ class Run(Execute):
             if getattr(self, flag) and self.backend not in kinds:
                 flag = suite.dashed(flag)
                 raise SystemExit(f"error: --{flag} is for --backend {' or '.join(kinds)}, and this is {self.backend}")
+
+        if wrong := [pair for pair in self.slurm if not re.fullmatch(r"[a-z-]+(=.+)?", pair)]:
+            raise SystemExit(f"error: --slurm {wrong[0]!r}: KEY=VALUE on one line is needed, as in partition=gpu")
 
     def main(self):
         if self.backend == "slurm":
@@ -163,7 +171,10 @@ class Collect(Common):
         for note in collect.collect(self.plan, self.results, self.from_tb):
             print(f"note: {note}")
         if self.wandb:
-            collect.export_wandb(self.plan, self.results, self.wandb)
+            try:
+                collect.export_wandb(self.plan, self.results, self.wandb)
+            except collect.Damaged as error:
+                raise SystemExit(f"error: {error}: `report` makes it anew") from None
         return 0
 
 
@@ -173,24 +184,54 @@ class Report(Collect):
 
     against: Path | None = None  # summary.json of an earlier report: says where this one is worse
     metric: str | None = None  # another one than the suite's
+    direction: Literal["", "max", "min"] = ""  # of that metric, where its name does not say it
 
     def main(self):
         super().main()
-        summary = extra("report").report(self.plan, self.results, self.against, self.metric)
+        summary = extra("report").report(self.plan, self.results, self.against, self.metric, self.direction)
         print(f"{self.folder / 'report.md'}")
-        return int(bool(summary.get("regressions")))
+        return int(any(row["what"] in ("worse", "missing") for row in summary.get("regressions", ())))
+
+
+@dataclass
+class Publish(Common):
+    """Copies the suite's report to benchmark/results. Refused if fewer runs count than in the one that stands there."""
+
+    published: Path = suite.PUBLISHED
+    fewer: bool = False  # even then
+
+    def main(self):
+        for note in extra("publish").publish(self.plan, self.results, self.published, self.fewer):
+            print(f"note: {note}")
+        print(self.published / self.plan.name / "report.md")
+        return 0
+
+
+@dataclass
+class Remake:
+    """Makes report.md and the figures of a published report again, from the numbers beside them."""
+
+    suite: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SUITE")]  # its name
+    published: Path = suite.PUBLISHED
+
+    def main(self):
+        print(extra("publish").remake(self.suite, self.published) / "report.md")
+        return 0
 
 
 def extra(name):
-    """The module benchmark.<name>, whose packages are an extra."""
+    """The module benchmark.runner.<name>, whose packages are an extra."""
     try:
-        return importlib.import_module(f"benchmark.{name}")
+        return importlib.import_module(f"benchmark.runner.{name}")
     except ImportError as error:
         raise SystemExit(f"error: {error}: scripts/run --extra benchmark {shlex.join(sys.argv)}") from None
 
 
 def check(runs):
-    """Ends the program if a command is wrong, before anything was started."""
+    """Ends the program if a command is wrong, before anything was started. Each script is imported for its Args."""
+    own, scripts = suite.ROOT / "algos", {run.script for run in runs}
+    if strange := sorted(s for s in scripts if not (suite.ROOT / s).resolve().is_relative_to(own)):
+        print(f"note: runs code from outside algos/, to read its arguments: {', '.join(strange)}", flush=True)
     faults = suite.check(runs)
     for fault, its_runs in faults.items():
         print(f"error: {len(its_runs)} runs, the first is {its_runs[0]}: {fault}", file=sys.stderr)
@@ -232,7 +273,7 @@ def set_aside(folder, runs):
 
 
 if __name__ == "__main__":
-    Command = Plan | Run | Status | Worker | Collect | Report
+    Command = Plan | Run | Status | Worker | Collect | Report | Publish | Remake
     sys.stdout.reconfigure(errors="replace")  # what a script said may not be of the terminal's alphabet
     try:
         sys.exit(tyro.cli(Annotated[Command, tyro.conf.OmitSubcommandPrefixes], description=__doc__).main())

@@ -22,14 +22,12 @@ from curricula.manual import Constant, Manual
 from curricula.omni import OMNI
 from curricula.plr import PrioritizedLevelReplay
 from curricula.plr_async import AsyncPrioritizedLevelReplay
-from curricula.self_play import FictitiousSelfPlay, PrioritizedFictitiousSelfPlay, SelfPlay
+from curricula.self_play import FictitiousSelfPlay, LeaguePlay, PrioritizedFictitiousSelfPlay, SelfPlay
 from curricula.sequential import SequentialCurriculum
-from curricula.sync import (
-    GymnasiumSyncWrapper,
-    PettingZooSyncWrapper,
-    SyncQueue,
-    make_multiprocessing_curriculum,
-)
+from curricula.sync import SyncQueue
+from curricula.sync_envs import GymnasiumSyncWrapper, PettingZooSyncWrapper
+from curricula.sync_learner import make_multiprocessing_curriculum
+from curricula.taper import TaskPrioritizedReplay
 
 __all__ = [
     "AsyncPrioritizedLevelReplay",
@@ -43,6 +41,7 @@ __all__ = [
     "ExpandingBox",
     "FictitiousSelfPlay",
     "GymnasiumSyncWrapper",
+    "LeaguePlay",
     "Learnability",
     "LearningProgress",
     "Manual",
@@ -57,6 +56,7 @@ __all__ = [
     "SequentialCurriculum",
     "SimulatedAnnealing",
     "SyncQueue",
+    "TaskPrioritizedReplay",
     "TaskSpace",
     "TaskWrapper",
     "TupleTaskSpace",

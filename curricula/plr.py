@@ -43,7 +43,7 @@ def level_scores(name, rewards, values, next_values, advantages, terminated, log
 def replay_weights(transform, x, seen, temperature, epsilon=0.0, offset=0.0):
     """Distribution over the levels that `seen` marks, (L,) float64; all 0 where these have no mass.
 
-    Ranks are among seen levels; of equal ones the lowest index comes first.
+    Ranks are among seen levels; equal ones share the mass of their ranks equally. max and eps_greedy take the first.
     """
     weights, num_levels, x = np.zeros(len(x)), len(x), x[seen]
     if not len(x):
@@ -52,7 +52,9 @@ def replay_weights(transform, x, seen, temperature, epsilon=0.0, offset=0.0):
         x = x * (1 - x)
     mass = np.ones(len(x))
     if transform in ("rank", "match_rank"):
-        mass[np.argsort(-x, kind="stable")] = np.arange(1.0, len(x) + 1) ** (-1 / temperature)
+        _, group, sizes = np.unique(-x, return_inverse=True, return_counts=True)
+        by_rank = np.arange(1.0, len(x) + 1) ** (-1 / temperature)
+        mass = (np.add.reduceat(by_rank, np.cumsum(sizes) - sizes) / sizes)[group]
     elif transform in ("power", "match"):
         mass = np.maximum(x, 0) + offset
         mass = (mass / (mass.max() or 1)) ** (1 / temperature)  # the division: no overflow
@@ -226,10 +228,20 @@ class PrioritizedLevelReplay(Curriculum):
             if slot is not None:
                 return slot
         if self._rank_sums is not None:
-            return self._ranked[self._pick(self._rank_sums[: len(self._ranked)])][1]
+            return self._draw_by_rank()
         if self._sums is None:
             self._sums = np.cumsum(self._score_weights())
         return self._pick(self._sums)
+
+    def _draw_by_rank(self):
+        """A slot by the mass of its rank, which levels of equal score share: the same number says which of them."""
+        sums = self._rank_sums[: len(self._ranked)]
+        mass = self.rng.random() * sums[-1]
+        score = self._ranked[int(np.searchsorted(sums, mass, side="right"))][0]
+        first, stop = self._ranked.bisect((score, -1)), self._ranked.bisect((score, np.inf))
+        below = sums[first - 1] if first else 0.0
+        share = (mass - below) / (sums[stop - 1] - below)
+        return self._ranked[first + min(int(share * (stop - first)), stop - first - 1)][1]
 
     def _pick(self, sums):
         """An index drawn in proportion to the increments of `sums`."""

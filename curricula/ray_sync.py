@@ -7,6 +7,7 @@ episode would cost 2 to 3 ms of CPU time at both ends, as much as 25 steps of Ne
 import atexit
 import collections
 import contextlib
+import fcntl
 import inspect
 import operator
 import os
@@ -16,6 +17,8 @@ import select
 import selectors
 import socket
 import struct
+import sys
+import termios
 import threading
 import time
 import uuid
@@ -23,14 +26,9 @@ import uuid
 import cloudpickle
 
 from curricula.core import TaskSpace
-from curricula.sync import (
-    _REQUIRES,
-    CurriculumSyncWrapper,
-    GymnasiumSyncWrapper,
-    PettingZooSyncWrapper,
-    SyncComponents,
-    _TaskCodec,
-)
+from curricula.sync import SyncComponents, TaskCodec
+from curricula.sync_envs import GymnasiumSyncWrapper, PettingZooSyncWrapper
+from curricula.sync_learner import REQUIRES, CurriculumSyncWrapper
 
 
 def _ray():
@@ -60,7 +58,7 @@ class RayComponents(SyncComponents):
         self._settings, self._lines = settings, {}
         self.task_space, self.max_envs, self.timeout, *required, self.actor_name, self._address = settings
         self.requires_step_updates, self.requires_observations = required
-        self.codec = _TaskCodec(self.task_space)
+        self.codec = TaskCodec(self.task_space)
 
     def __getstate__(self):
         return cloudpickle.dumps(self._settings)  # takes tasks that are lambdas too
@@ -226,17 +224,27 @@ class _Client:
     def __init__(self, connection):
         self.connection, self.place, self.inbox, self.outbox = connection, None, bytearray(), bytearray()
 
+    def unacknowledged(self):
+        """Bytes that were sent, and whose arrival the other machine has not told yet."""
+        return int.from_bytes(fcntl.ioctl(self.connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
 
 class _Server(RayComponents):
     """The actor: the components, on the learner's side, of a CurriculumSyncWrapper."""
 
-    def __init__(self, settings, curriculum):
-        host = _ray().util.get_node_ip_address()
+    PATIENCE, STRANGERS = 5.0, 100  # seconds to show the secret; connections that have not shown it, at most
+
+    def __init__(self, settings, curriculum, host):
+        ray = _ray()
+        if host is None:
+            alone = sum(node["Alive"] for node in ray.nodes()) == 1
+            host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
         super().__init__(*settings, (*self._listener.getsockname()[:2], secrets.token_bytes(32)))
         self._selector, self._buffer = selectors.DefaultSelector(), bytearray(2**20)
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._strangers = {}  # client that has not joined -> when it must have, oldest first
         self.learner, self._places, self._over = os.getpid(), [_Place() for _ in range(self.max_envs)], None
         self.sync = CurriculumSyncWrapper(pickle.loads(curriculum), self)
         atexit.unregister(self.sync._at_exit)  # who would hear of a failure?
@@ -256,12 +264,16 @@ class _Server(RayComponents):
         return getattr(self.sync, name)(*args, **kwargs)
 
     def stop(self):
+        """Ends all waiting. It returns when each environment's machine has acknowledged that and no message is half
+        here: what environments sent before has arrived then, and is applied."""
         self.sync.stop()
-        end = time.monotonic() + 0.25  # for what is on its way
-        while time.monotonic() < end:
-            if self.sync._error is None and self.sync._serve():
-                end = time.monotonic() + 0.25
-            time.sleep(0.002)
+        end = time.monotonic() + min(self.sync.HURRY, self.timeout / 2)
+        while time.monotonic() < end and self.sync._error is None:
+            with self.sync._lock:
+                told = not any(client.outbox or client.unacknowledged() for client in self._joined())
+                if not self.sync._serve() and told and not any(client.inbox for client in self._joined()):
+                    break
+            time.sleep(0.001)
         self.sync.stop()
 
     # Called by the CurriculumSyncWrapper, but for close() under its lock.
@@ -274,16 +286,16 @@ class _Server(RayComponents):
         ):  # again: of one process, what was sent first comes first
             for key, events in ready:
                 if key.data is None:
-                    with contextlib.suppress(BlockingIOError):
-                        connection, _ = self._listener.accept()
-                        _keep(connection)
-                        self._selector.register(connection, selectors.EVENT_READ, _Client(connection))
+                    self._accept()
                     continue
                 if events & selectors.EVENT_WRITE:
                     self._flush(key.data)
                 if events & selectors.EVENT_READ:
                     room -= self._read(key.data, found)
                 room -= 1
+        now = time.monotonic()
+        for client in [client for client, end in self._strangers.items() if end < now and room > 0]:
+            self._hang_up(client)
         found.sort(key=operator.itemgetter(0))
         return found
 
@@ -330,6 +342,28 @@ class _Server(RayComponents):
                     self.sync._serve()
                 else:
                     self.messages()  # whoever comes now is told
+
+    def _accept(self):
+        """Connects a stranger; of too many the one that has waited longest goes."""
+        try:
+            connection, _ = self._listener.accept()
+            _keep(connection)
+        except BlockingIOError:
+            return
+        except OSError:  # it is gone already, or this process may open no more files
+            if not self._strangers:
+                time.sleep(0.01)
+            for client in list(self._strangers)[:1]:
+                self._hang_up(client)
+            return
+        client = _Client(connection)
+        self._selector.register(connection, selectors.EVENT_READ, client)
+        self._strangers[client] = time.monotonic() + self.PATIENCE
+        if len(self._strangers) > self.STRANGERS:
+            self._hang_up(next(iter(self._strangers)))
+
+    def _joined(self):
+        return [place.client for place in self._places if place.client is not None]
 
     def _answer(self, client, kind, body):
         client.outbox += self.ANSWER.pack(kind, len(body)) + body
@@ -388,6 +422,7 @@ class _Server(RayComponents):
                 place = self._places[number]
                 if place.client is None:
                     place.owner, place.client, place.lost, client.place = owner, client, False, number
+                    del self._strangers[client]
                     self._answer(client, self.JOINED, struct.pack("2q", number, place.done) + b"".join(place.tasks))
                     return self.JOIN.size + size
             text = f"environment {env_id} is there already, in the process {self._places[env_id].owner}"
@@ -402,6 +437,7 @@ class _Server(RayComponents):
         if client.connection.fileno() < 0:
             return
         self._selector.unregister(client.connection)
+        self._strangers.pop(client, None)
         client.connection.close()
         if client.place is not None:
             place = self._places[client.place]
@@ -496,15 +532,17 @@ def _ask(actor, name, timeout, method, *args):
         raise error.cause from error
 
 
-def make_ray_curriculum(curriculum, *, actor_name=None, max_envs=256, timeout=60.0):
+def make_ray_curriculum(curriculum, *, actor_name=None, max_envs=256, timeout=60.0, host=None):
     """A RayCurriculumWrapper of `curriculum`, which moves into an actor of its own, for up to `max_envs` environments.
 
     Call ray.init() before. `actor_name`: for ray.get_actor, in the namespace of this process; by default a new one.
     Environments send their steps if the curriculum's `requires_step_updates` is true, and the observations too if its
     `requires_observations` is. Every wait ends after `timeout` seconds with an error.
+    `host`: the address of its machine that the actor listens on; by default loopback in a cluster of one machine, else
+    the one that the cluster knows it by. Give that, ray.util.get_node_ip_address(), if others are to join later.
     """
     ray = _ray()
-    steps, observations = (bool(getattr(curriculum, name, False)) for name in _REQUIRES)
+    steps, observations = (bool(getattr(curriculum, name, False)) for name in REQUIRES)
     if observations and not steps:
         raise ValueError(
             f"{type(curriculum).__name__} requires observations, which come with steps: "
@@ -520,6 +558,6 @@ def make_ray_curriculum(curriculum, *, actor_name=None, max_envs=256, timeout=60
         raise TypeError(f"{type(curriculum).__name__} cannot be pickled, to move into an actor: {error}") from error
     space, name = curriculum.task_space, actor_name or f"curriculum-{uuid.uuid4().hex[:8]}"
     settings = space if isinstance(space, TaskSpace) else TaskSpace(space), max_envs, timeout, steps, observations, name
-    actor = ray.remote(_Server).options(name=name, num_cpus=0).remote(settings, moved)
+    actor = ray.remote(_Server).options(name=name, num_cpus=0).remote(settings, moved, host)
     address = _ask(actor, name, timeout + 60, "address")  # to start a process takes seconds
     return RayCurriculumWrapper(actor, RayComponents(*settings, address))

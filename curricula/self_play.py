@@ -2,9 +2,12 @@
 
 import copy
 
+import gymnasium as gym
 import numpy as np
 
-from curricula.core import Curriculum
+from curricula.core import Curriculum, TaskSpace
+
+NEWEST = -1  # the opponent that is the learner itself, with the weights that it acts with
 
 
 def pfsp_distribution(win_rates, weighting="hard", power=2.0):
@@ -16,13 +19,16 @@ def pfsp_distribution(win_rates, weighting="hard", power=2.0):
     """
     x = np.asarray(win_rates, float)
     mass = {
-        "hard": lambda: (1 - x) ** power,
+        "hard": lambda: 1 - x,
         "var": lambda: x * (1 - x),
         "linear": lambda: 1 - x,
         "linear_capped": lambda: np.minimum(0.5, 1 - x),
         "argmax": lambda: (x == x.min()).astype(float),
     }[weighting]()
-    return mass / mass.sum() if mass.sum() > 1e-10 else np.full(len(x), 1 / len(x))
+    if mass.max() < 1e-10:
+        return np.full(len(x), 1 / len(x))
+    mass = (mass / mass.max()) ** (power if weighting == "hard" else 1)  # the division: no power makes all vanish
+    return mass / mass.sum()
 
 
 class SelfPlay(Curriculum):
@@ -236,3 +242,81 @@ class PrioritizedFictitiousSelfPlay(FictitiousSelfPlay):
 
     def _least_useful(self):
         return int(self.keep_initial) + int(np.argmax(self.win_rates()[int(self.keep_initial) :]))
+
+
+class LeaguePlay(Curriculum):
+    """Opponents during training: the learner itself in a share of the games, and its past by a curriculum.
+
+    A draw is NEWEST with probability `self_play_share`, else one of `curriculum`'s, a (Prioritized)FictitiousSelfPlay.
+    Games against NEWEST, or an opponent that was evicted before they ended, count for nobody. After each policy update
+    call `after_update`: a copy of the agent joins after `snapshot_interval` of them, or as soon as the learner's win
+    rate against every opponent is above `snapshot_win_rate`. Each draw takes one number from this generator.
+    """
+
+    def __init__(self, curriculum, *, self_play_share=0.5, snapshot_interval=50, snapshot_win_rate=0.7, seed=None):
+        super().__init__(TaskSpace(gym.spaces.Discrete(2**31, start=NEWEST)), seed=seed)
+        for name, value, valid, allowed in (
+            ("curriculum", curriculum, isinstance(curriculum, FictitiousSelfPlay), "a (Prioritized)FictitiousSelfPlay"),
+            ("self_play_share", self_play_share, 0 <= self_play_share <= 1, "in [0, 1]"),
+            ("snapshot_interval", snapshot_interval, snapshot_interval >= 1, "1 or more policy updates"),
+            ("snapshot_win_rate", snapshot_win_rate, 0 <= snapshot_win_rate <= 1, "in [0, 1]"),
+        ):
+            if not valid:
+                raise ValueError(f"{name}={value!r}: must be {allowed}")
+            setattr(self, name, value)
+        self.num_tasks, self._updates = 1 + curriculum.num_tasks, 0  # updates since the newest copy joined
+
+    @property
+    def opponents(self):
+        """What `_sample_distribution` is about: NEWEST, and the ids that are held."""
+        return [NEWEST, *self.curriculum.opponents]
+
+    def sample(self, k=1):
+        return [NEWEST if self.rng.random() < self.self_play_share else self.curriculum.sample()[0] for _ in range(k)]
+
+    def _sample_distribution(self):
+        past = (1 - self.self_play_share) * self.curriculum._sample_distribution()
+        return np.concatenate([[self.self_play_share], past])
+
+    def _index(self, task):
+        return 0 if task == NEWEST else 1 + self.curriculum._index(task)
+
+    def _encoding(self, index):
+        return self.opponents[index]
+
+    def get_opponent(self, opponent_id):
+        """The copy with this id; NEWEST is the learner itself, whom you have."""
+        return self.curriculum.get_opponent(opponent_id)
+
+    def update_winrate(self, opponent_id, result):
+        """One finished game, as in SelfPlay."""
+        if opponent_id in self.curriculum.opponents:
+            self.curriculum.update_winrate(opponent_id, result)
+
+    def update_agent(self, agent):
+        """Adds a copy of `agent` now, and returns its id."""
+        opponent_id = self.curriculum.update_agent(agent)
+        self.num_tasks, self._updates = 1 + self.curriculum.num_tasks, 0
+        return opponent_id
+
+    def after_update(self, agent):
+        """Once per policy update: adds a copy of `agent` if it is time. Its id, or None."""
+        self._updates += 1
+        if self._updates >= self.snapshot_interval or self.curriculum.win_rates().min() > self.snapshot_win_rate:
+            return self.update_agent(agent)
+        return None
+
+    def state_dict(self):
+        return {**super().state_dict(), "curriculum": self.curriculum.state_dict(), "updates": self._updates}
+
+    def _load(self, state):
+        self.curriculum.load_state_dict(state["curriculum"])
+        super()._load(state)
+        self.num_tasks, self._updates = 1 + self.curriculum.num_tasks, int(state["updates"])
+
+    def metrics(self):
+        """The curriculum's; and of each opponent in it the win rate, the probability of a draw, the Elo rating."""
+        c = self.curriculum
+        columns = {"win_rate": c.win_rates(), "probability": c._sample_distribution(), "rating": c.ratings()}
+        rows = {f"{i}/{name}": float(x[k]) for k, i in enumerate(c.opponents) for name, x in columns.items()}
+        return c.metrics() | rows

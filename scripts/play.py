@@ -1,62 +1,23 @@
-"""Play a finished agent of algos/appo_pfsp.py in the terminal, at Connect Four or tic-tac-toe.
+"""Play a finished agent of algos/appo_pfsp*.py in the terminal, at Connect Four or tic-tac-toe.
 
   scripts/run scripts/play.py runs/appo_pfsp/connect_four/seed1-1a2b3c4d
   scripts/run scripts/play.py runs/appo_pfsp/tic_tac_toe/seed1-1a2b3c4d --agent-first
 
-The run's newest checkpoint plays, by the run's own code.py, and always the move that it holds for the best. Your moves
-are the numbers that the board shows; q leaves. They can also come from a pipe, one a line.
+The run's newest checkpoint plays, by the program that lies in the run, code.py, and always the move that it holds for
+the best. Your moves are the numbers that the board shows; q leaves. They can also come from a pipe, one a line.
 """
 
 import argparse
-import importlib.util
-import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scripts.arena import fail, load_agent, run_args  # noqa: E402
+
 GAMES = {"connect_four": "column", "tic_tac_toe": "cell"}
-
-
-def fail(message):
-    raise SystemExit(f"error: {message}")
-
-
-def load_agent(run):
-    """The game's name, the run's module and its policy: obs (B, ...), legal (B, A) -> probabilities (B, A)."""
-    for name in ("config.json", "code.py"):
-        if not (run / name).exists():
-            fail(
-                f"{run} is no folder of a run: it has no {name}. Give one such as runs/appo_pfsp/connect_four/seed1-..."
-            )
-    try:
-        args = SimpleNamespace(**json.loads((run / "config.json").read_text())["args"])
-    except (KeyError, TypeError, ValueError) as error:
-        fail(f"{run}/config.json is damaged ({error!r}): the command of the run writes it anew")
-    if getattr(args, "env_id", None) not in GAMES:
-        fail(f"{run} is a run of {getattr(args, 'env_id', None)}: only {' and '.join(GAMES)} can be played here")
-    checkpoints = sorted((run / "checkpoints").glob("*.pt"))
-    if not checkpoints:
-        fail(f"{run} has no checkpoint yet: train on")
-    if not (run / "result.json").exists():
-        print(f"The run is not finished: its newest checkpoint plays, of step {checkpoints[-1].stem.lstrip('0')}.")
-    import torch  # seconds, which what is wrong above and --help need not wait for
-
-    try:
-        state = torch.load(checkpoints[-1], weights_only=True, map_location="cpu")
-    except Exception as error:  # a damaged file can raise anything
-        fail(f"{checkpoints[-1]} cannot be read ({type(error).__name__}): remove it, and the one before plays")
-    spec = importlib.util.spec_from_file_location("code_of_the_run", run / "code.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    agent = module.Agent(*module.game_spec(args.env_id), args)
-    try:
-        agent.load_state_dict(state["agent"])
-    except (KeyError, RuntimeError):
-        fail(f"{checkpoints[-1]} is not of this run's game and network: remove it, and the one before plays")
-    return args.env_id, module, module.as_policy(agent)
 
 
 def draw(name, grid):
@@ -109,8 +70,11 @@ def main():
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument("--agent-first", action="store_true", help="the agent makes the first move")
     options = parser.parse_args()
+    if (game := getattr(run_args(options.run), "env_id", None)) not in GAMES:
+        fail(f"{options.run} is a run of {game}: only {' and '.join(GAMES)} can be played here")
     try:
-        play(*load_agent(options.run), options.agent_first)
+        args, module, agent, _ = load_agent(options.run)
+        play(game, module, *module.as_policies([module.flat_weights(agent)], args), options.agent_first)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's exit would try again, and fail

@@ -10,13 +10,15 @@ die() {
   exit 2
 }
 
+is_extra() { [[ $1 != */* && -f $root/scripts/extras/$1.txt ]]; }
+
 # Sets $sets (the requirements files to install) and $digest (of their names and contents); true if .venv holds them.
 is_fresh() {
   local extra
   extras=$({ printf '%s\n' "$@"; cat "$root/.venv/.extras" 2>/dev/null || true; } | sort -u)
   sets=(requirements.txt)
   for extra in $extras; do
-    [[ ! -f $root/scripts/extras/$extra.txt ]] || sets+=("scripts/extras/$extra.txt")
+    if is_extra "$extra"; then sets+=("scripts/extras/$extra.txt"); fi
   done
   digest=$(cd "$root" && sha256sum "${sets[@]}" scripts/requirements-nodeps.txt | sha256sum)
   [[ -x $python && -f $root/.venv/.stamp && $(<"$root/.venv/.stamp") == "$digest" ]]
@@ -37,7 +39,8 @@ find_python() {
 pip_install() { "$python" -m pip install -qq --disable-pip-version-check --no-warn-conflicts "$@"; }
 
 install() {
-  local base torch
+  local base torch file files=()
+  for file in "${sets[@]}"; do files+=("-r$root/$file"); done
   rm -f "$root/.venv/.stamp" # so that an interrupted installation is never taken for a finished one
   if ! "$python" -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
     base=$(find_python)
@@ -49,7 +52,7 @@ install() {
   say "1/3 $torch"
   pip_install "$torch" # by itself and first, so that pip's configuration alone chooses its build
   say "2/3 ${sets[*]} (some minutes and 3 GB the first time)"
-  pip_install "${sets[@]/#/-r$root/}"
+  pip_install "${files[@]}"
   say "3/3 scripts/requirements-nodeps.txt"
   pip_install --no-deps -r "$root/scripts/requirements-nodeps.txt"
   echo "$extras" >"$root/.venv/.extras"
@@ -60,7 +63,7 @@ install() {
 setup() {
   local extra
   for extra; do
-    [[ -f $root/scripts/extras/$extra.txt ]] ||
+    is_extra "$extra" ||
       die "there is no extra '$extra'; choose from: $(cd "$root/scripts/extras" && printf '%s ' *.txt | sed 's/\.txt//g')"
   done
   if is_fresh "$@"; then return; fi

@@ -1,14 +1,22 @@
-"""Keeps the marked copies in algos/ the same as their sources.
+"""Keeps the marked copies in algos/ the same as their sources, and lean forms beside a test against the full one.
 
-    # Copied from curricula/plr.py:PrioritizedLevelReplay            right above a decorator, def or class
+    # Copied from algos/ppo.py:RunLogger                             right above a decorator, def or class
     # Copied from curricula/plr.py:rank_weights with rank_weights->plr_weights      renames the block itself only
     # Copied from algos/ppo.py:region(seeding)                       down to `# End of copy`; its source stands between
                                                                      `# region: seeding` and `# endregion: seeding`
+    # Lean form of curricula/plr.py:PrioritizedLevelReplay           the same places, `with` too: what a script needs of
+                                                                     it; exact copies may be made of it
 
     python scripts/sync_copies.py                         check: a diff for each copy that differs, and exit code 1
     python scripts/sync_copies.py --fix                   rewrite the copies from their sources
     python scripts/sync_copies.py --adopt FILE:NAME       the other way: that copy's text becomes its source
-    python scripts/sync_copies.py --list                  source -> copies
+    python scripts/sync_copies.py --list                  source -> copies, full form -> lean forms
+
+Each lean form needs a test in tests/test_lean.py that drives it and the full one with the same random inputs and finds
+the same. The test says by a mark which lean form (or forms) it drives:
+
+    @pytest.mark.lean("algos/ppo_plr.py:PrioritizedLevelReplay")
+    def test_lean_ppo_plr_levels(): ...
 
 A marker that cannot be followed is an error (exit code 2), so that a slip of the pen never switches a check off.
 """
@@ -32,17 +40,26 @@ from itertools import pairwise
 from pathlib import Path
 from types import CodeType
 
-FOLDERS = (
+FOLDERS = (  # each without the folders in it: some of those hold results and data
     "algos",
     "benchmark",
+    "benchmark/figures",
+    "benchmark/runner",
+    "benchmark/speed",
     "curricula",
     "scripts",
+    "scripts/integrations",
     "tests",
-)  # not the folders in them: those hold results and data
-COPY = re.compile(r"# Copied from ([\w./-]+\.py):(region\([\w-]+\)|[^\W\d][\w.]*)(?: with (\w+)->(\w+))?")
+)
+LEAN_TESTS, MARK = "tests/test_lean.py", "pytest.mark.lean"
+COPY = re.compile(
+    r"# (Copied from|Lean form of) ([\w./-]+\.py):(region\([\w-]+\)|[^\W\d][\w.]*)(?: with (\w+)->(\w+))?"
+)
 REGION = re.compile(r"# (end)?region: ([\w-]+)")
 END = "# End of copy"
-ALIKE = re.compile(r"#\W*(copied\s*from\b|end\s*of\s*copy\b|(end\s*)?region\s*:)", re.IGNORECASE)  # these, or a slip
+ALIKE = re.compile(  # these, or a slip
+    r"#\W*(copied\s*from\b|lean\s*form\s*of\b|end\s*of\s*copy\b|(end\s*)?region\s*:)", re.IGNORECASE
+)
 
 
 class MarkerError(Exception):
@@ -70,7 +87,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Copy:
-    """A stretch under a marker, and what the marker says; old and new, the block's names, are empty without `with`."""
+    """A stretch that is a copy or lean form, and what its marker says; old and new are empty without `with`."""
 
     stretch: Stretch
     path: str
@@ -83,11 +100,14 @@ class Copy:
 
 
 class File:
-    """One parsed file: by name the `stretches` that can be sources, and the `copies`. Raises MarkerError."""
+    """One parsed file: by name the `stretches` that can be sources, and the `copies` and `lean` forms.
+
+    Raises MarkerError.
+    """
 
     def __init__(self, path, text):
         self.path, self.text, self.lines = path, text, text.split("\n")
-        self.stretches, self.copies = defaultdict(list), []
+        self.stretches, self.copies, self.lean = defaultdict(list), [], []
         try:
             self.tree = ast.parse(text)
         except SyntaxError as error:
@@ -124,17 +144,19 @@ class File:
                 else:
                     regions[name] = line + 1
             elif match := COPY.fullmatch(text):
-                path, name, old, new = match.groups("")
+                kind, path, name, old, new = match.groups("")
                 need(not copy, f"{at}: the copy of a region above has no `{END}`")
                 if name.startswith("region("):
                     need(not old, f"{at}: `with` renames a def or class only")
+                    need(kind == "Copied from", f"{at}: a lean form is a def or class")
                     copy = (line + 1, path, name, old, new)
                     continue
                 need(line + 1 in blocks, f"{at}: no decorator, def or class starts on the next line")
                 names = name.split(".")[-1], blocks[line + 1].name.split(".")[-1]
                 renames = (old, new) == names if old else names[0] == names[1]
                 need(renames, f"{at}: the block below is {names[1]}: say `with {names[0]}->{names[1]}`")
-                self.copies.append(Copy(blocks[line + 1], path, name, old, new))
+                forms = self.copies if kind == "Copied from" else self.lean
+                forms.append(Copy(blocks[line + 1], path, name, old, new))
             else:
                 raise MarkerError(f"{at} is no marker (python scripts/sync_copies.py --help shows them)")
         need(not copy and not regions, f"{self.path}: {copy[2] if copy else ', '.join(regions)} has no end")
@@ -184,7 +206,7 @@ def code_objects(code):
 
 
 class Repository:
-    """All files under `root`, parsed, and their copies. Raises MarkerError."""
+    """All files under `root`, parsed, their copies and lean forms. Raises MarkerError."""
 
     def __init__(self, root):
         self.root, self.files = Path(root), {}
@@ -192,19 +214,27 @@ class Repository:
             name = path.relative_to(self.root).as_posix()
             self.files[name] = File(name, path.read_text())
         self.copies = [copy for file in self.files.values() for copy in file.copies]
+        self.lean = [form for file in self.files.values() for form in file.lean]
         for copy in self.copies:
             self.source(copy)
+        for form in self.lean:
+            self.named(form)
 
-    def source(self, copy):
-        """The stretch that a copy was copied from."""
+    def named(self, copy):
+        """The stretch that the marker of a copy or lean form names."""
         at = f"{copy.stretch.path}:{copy.stretch.first - 1}: {copy.path}:{copy.name}"
         need(copy.path in self.files, f"{at}: there is no such file (a path starts at the repository's top)")
         found = self.files[copy.path].stretches.get(copy.name, [])
         need(len(found) == 1, f"{at}: the file has {len(found)} of that name, not 1")
-        for other in self.files[copy.path].copies:
-            apart = found[0].last < other.stretch.first or other.stretch.last < found[0].first
-            need(apart, f"{at} is, holds or lies in a copy itself: name the source, {other.path}:{other.name}")
         return found[0]
+
+    def source(self, copy):
+        """The stretch that a copy was copied from."""
+        found, at = self.named(copy), f"{copy.stretch.path}:{copy.stretch.first - 1}: {copy.path}:{copy.name}"
+        for other in self.files[copy.path].copies:
+            apart = found.last < other.stretch.first or other.stretch.last < found.first
+            need(apart, f"{at} is, holds or lies in a copy itself: name the source, {other.path}:{other.name}")
+        return found
 
     def expected(self, copy):
         """The text that a copy should have."""
@@ -225,18 +255,41 @@ class Repository:
 
     def namesakes(self):
         """Classes in algos/ with the name of a class in curricula/ and no marker: a copy without one drifts unseen."""
-        blocks = {folder: [] for folder in FOLDERS}
+        blocks = defaultdict(list)
         for file in self.files.values():
             names = [node.name for node in file.tree.body if isinstance(node, ast.ClassDef)]
             blocks[file.path.split("/")[0]] += [file.stretches[name][0] for name in names]
-        homes, marked = {block.name: block.path for block in blocks["curricula"]}, [c.stretch for c in self.copies]
+        homes, marked = {b.name: b.path for b in blocks["curricula"]}, [c.stretch for c in self.copies + self.lean]
         found = [block for block in blocks["algos"] if block.name in homes and block not in marked]
-        return [f"{b}: class {b.name} is in {homes[b.name]} too: mark it as its copy, or rename it" for b in found]
+        return [
+            f"{b}: class {b.name} is in {homes[b.name]} too: mark it as its copy or lean form, or rename it"
+            for b in found
+        ]
+
+    @cached_property
+    def tested(self):
+        """FILE:NAME of each lean form that a test in LEAN_TESTS says to drive, by its mark."""
+        tree = self.files[LEAN_TESTS].tree if LEAN_TESTS in self.files else ast.Module([])
+        tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+        marks = [mark for test in tests for mark in test.decorator_list if isinstance(mark, ast.Call)]
+        return [ast.unparse(arg).strip("'") for mark in marks if ast.unparse(mark.func) == MARK for arg in mark.args]
+
+    def untested(self, form):
+        """A text that says that a lean form has no test beside its full form; empty if it has one."""
+        if str(form) in self.tested:
+            return ""
+        return f'{form.stretch}: {LEAN_TESTS} has no test marked @{MARK}("{form}") that drives it and {form.path}'
+
+    def stale_marks(self):
+        """Texts that name the marks of tests for lean forms that are not there."""
+        forms = {str(form) for form in self.lean}
+        return [f"{LEAN_TESTS}: @{MARK}: {name!r} is no lean form" for name in self.tested if name not in forms]
 
     def problems(self):
         """Everything that is wrong, one text each."""
         found = [text for copy in self.copies for text in (self.drift(copy), self.missing_globals(copy)) if text]
-        return found + self.namesakes()
+        untested = [text for form in self.lean if (text := self.untested(form))]
+        return found + untested + self.stale_marks() + self.namesakes()
 
     def refuse_edited(self, stretch):
         """Raises MarkerError if the stretch differs from its committed version; a new file or stretch has none."""
@@ -296,13 +349,16 @@ def main(argv=None):
             for source in sorted({(copy.path, copy.name) for copy in repository.copies}):
                 copies = [str(copy) for copy in repository.copies if (copy.path, copy.name) == source]
                 print(f"{':'.join(source)} -> {', '.join(copies)}")
+            for form in sorted(repository.lean, key=lambda form: (form.path, form.name)):
+                print(f"{form.path}:{form.name} -> {form} (lean)")
             return 0
         problems = repository.problems()
     except MarkerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n\n".join([*problems, f"{len(repository.copies)} marked copies, {len(problems)} problems"]))
-    if problems:
+    counts = f"{len(repository.copies)} marked copies, {len(repository.lean)} lean forms, {len(problems)} problems"
+    print("\n\n".join([*problems, counts]))
+    if any(problem.startswith("---") for problem in problems):
         print("in a diff - is the copy and + the source: --fix rewrites the copies, --adopt FILE:NAME a source")
     return int(bool(problems))
 

@@ -2,13 +2,12 @@
 
 import multiprocessing
 import os
+import sys
 import time
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.envs.classic_control import CartPoleEnv
-
-VECTOR_MODES = ["sync same", "sync next", "async same", "async next", "envpool-like"]
 
 
 class ChainEnv(gym.Env):
@@ -60,7 +59,8 @@ class HardStart(ChainEnv):
 
 
 class EnvpoolLike:
-    """Chains behind envpool's interface: NEXT_STEP, spaces of one environment, read-only num_envs, no seed at reset."""
+    """Chains behind envpool's interface: NEXT_STEP for who is not reset by its id, spaces of one environment, read-only
+    num_envs, no seed at reset."""
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
     num_envs = property(lambda self: len(self.envs))
@@ -68,11 +68,12 @@ class EnvpoolLike:
     action_space = property(lambda self: self.envs[0].action_space)
 
     def __init__(self, envs):
-        self.envs = envs
+        self.envs, self.ended = envs, np.zeros(len(envs), bool)
 
-    def reset(self):
-        self.ended = [False] * len(self.envs)
-        return np.stack([env.reset()[0] for env in self.envs]), {}
+    def reset(self, ids=slice(None)):
+        ids = np.arange(len(self.envs))[ids]
+        self.ended[ids] = False
+        return np.stack([self.envs[i].reset()[0] for i in ids]), {}
 
     def step(self, actions):
         rows = []
@@ -130,14 +131,80 @@ class RecallEnv(gym.Env):
         return np.float32([0, 1]), float(ended and action == self.cue), ended, False, {}
 
 
-def vector(ppo, mode, envs):
-    """The `VectorEnvs` of the script module `ppo` around single environments, in one of VECTOR_MODES."""
-    if mode == "envpool-like":
-        return ppo.VectorEnvs(EnvpoolLike(envs), len(envs))
-    kind, autoreset = mode.split()
-    make = {"sync": gym.vector.SyncVectorEnv, "async": ppo.AsyncEnvs}[kind]
-    makers = [lambda i=i, env=env: ppo.Episodes(env, i, i) for i, env in enumerate(envs)]
-    return ppo.VectorEnvs(make(makers, autoreset_mode=gym.vector.AutoresetMode[f"{autoreset.upper()}_STEP"]), len(envs))
+class OddRewards(ChainEnv):
+    """Rewards in arrays of one number, and one array for all observations."""
+
+    def __init__(self, render_mode=None):
+        super().__init__(end="truncated")
+        self.obs = np.zeros(1, np.float32)
+
+    def reset(self, **options):
+        self.obs[:], info = super().reset(**options)
+        return self.obs, info
+
+    def step(self, action):
+        self.obs[:], reward, *rest = super().step(action)
+        return self.obs, np.array([reward]), *rest
+
+
+class OldStep(ChainEnv):
+    """Four values as before Gymnasium 0.26: observation, reward, done, info."""
+
+    def step(self, action):
+        obs, reward, done, *_ = super().step(action)
+        return obs, reward, done, {"any": 1}
+
+
+class NoReward(ChainEnv):
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        return obs, None, *rest
+
+
+class ScalarObs(ChainEnv):
+    observation_space = gym.spaces.Box(0, 9, (), np.float32)
+
+    def reset(self, **options):
+        obs, info = super().reset(**options)
+        return obs[0], info
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return obs[0], *rest
+
+
+class HardReset(ChainEnv):
+    """The third reset raises (fault "raise") or ends the program with `code` 0 (fault "exit")."""
+
+    def __init__(self, fault, render_mode=None):
+        super().__init__()
+        self.fault, self.resets = fault, 0
+
+    def reset(self, **options):
+        self.resets += 1
+        if self.resets == 3:
+            if self.fault == "exit":
+                sys.exit(0)
+            raise ValueError("boom-44")
+        return super().reset(**options)
+
+
+class Unseeded(ChainEnv):
+    """Episodes of 100 steps that begin somewhere else each time, whatever the seed."""
+
+    starts = iter(np.arange(1, 10_000, 100))
+
+    def __init__(self, render_mode=None):
+        super().__init__(100, reward=lambda s: 1.0)
+
+    def reset(self, **options):
+        super().reset(**options)
+        self.start = next(self.starts)
+        return np.full(1, self.start, np.float32), {}
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return obs + self.start, *rest
 
 
 gym.register("Chain-v0", "probe_envs:ChainEnv")
@@ -148,6 +215,13 @@ for _name in ("Recall-v0", "OtherRecall-v0"):
     gym.register(_name, "probe_envs:RecallEnv")
 gym.register("TinyImage-v0", "probe_envs:TinyImage")
 gym.register("ManyActions-v0", "probe_envs:ManyActions")
+gym.register("OddRewards-v0", "probe_envs:OddRewards")
+for _name in ("OldStep", "NoReward", "ScalarObs"):
+    gym.register(f"{_name}-v0", f"probe_envs:{_name}")
+gym.register("Unseeded-v0", "probe_envs:Unseeded")
+gym.register("Endless-v0", "probe_envs:ChainEnv", kwargs={"end": "endless"})
+for _fault in ("raise", "exit"):
+    gym.register(f"HardReset-{_fault}-v0", "probe_envs:HardReset", kwargs={"fault": _fault})
 for _fault in ("raise", "sleep"):
     gym.register(f"HardStart-{_fault}-v0", "probe_envs:HardStart", kwargs={"fault": _fault})
 for _fault in ("raise", "observation", "reward"):

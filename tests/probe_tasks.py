@@ -43,6 +43,8 @@ class CountTasks(gym.Env):
             rewards, ends = np.zeros(self.n), np.ones(self.n, bool)
         if faulty and self.fault == "nan":
             rewards[1] = np.nan
+        if faulty and self.fault == "huge":
+            rewards[1] = 1e39
         if faulty and self.fault == "grow":
             rewards, ends = np.zeros(3), np.zeros(3, bool)
         if faulty and self.fault == "unequal":
@@ -59,5 +61,6 @@ class CountTasks(gym.Env):
 
 gym.register("Tasks-v0", "probe_tasks:CountTasks")
 gym.register("NoTask-v0", "probe_tasks:CountTasks", kwargs={"n": 0})
-for _fault in ("raise", "hang", "die", "exit", "nan", "grow", "unequal", "reset", "strings", "float", "held", "shape"):
+FAULTS = "raise", "hang", "die", "exit", "nan", "huge", "grow", "unequal", "reset", "strings", "float", "held", "shape"
+for _fault in FAULTS:
     gym.register(f"Tasks-{_fault}-v0", "probe_tasks:CountTasks", kwargs={"fault": _fault})

@@ -23,11 +23,14 @@ import pytest
 pytest.importorskip("pyarrow", reason="scripts/run --extra benchmark brings it")
 import matplotlib  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
+from scipy import stats  # noqa: E402
 
-from benchmark import estimates, figures  # noqa: E402
-from benchmark.collect import collect, export_wandb, points, read_runs  # noqa: E402
-from benchmark.report import Study, environment_curves, report  # noqa: E402
-from benchmark.suite import Suite  # noqa: E402
+from benchmark.runner import board, estimates, figures, ledger  # noqa: E402
+from benchmark.runner.collect import collect, export_wandb, points, read_runs  # noqa: E402
+from benchmark.runner.publish import publish, remake  # noqa: E402
+from benchmark.runner.report import report  # noqa: E402
+from benchmark.runner.study import Study, environment_curves, run_curves  # noqa: E402
+from benchmark.runner.suite import Suite, load  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -63,6 +66,7 @@ def write_all(results, suite, score):
 def write_ledger(results, run, **record):
     folder = results / "s" / "ledger"
     folder.mkdir(parents=True, exist_ok=True)
+    record = {"attempts": 1, "command": "c", "host": "h", "place": "p", "started": 1.0, "heartbeat": 1.0} | record
     (folder / f"{run.id}.json").write_text(json.dumps(record))
 
 
@@ -123,6 +127,37 @@ def test_intervals_are_over_seeds():  # google-research/rliable#20
     assert estimates.interval(curves, estimates.mean).tolist() == [[50, 51, 52]] * 2
 
 
+def test_t_intervals_of_means_and_differences_agree_with_scipy():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(0, 1, 6), rng.normal(0, 4, 9)
+    ours = stats.t.interval(0.95, 5, x.mean(), stats.sem(x))
+    np.testing.assert_allclose(estimates.t_interval(x), ours)
+    np.testing.assert_allclose(estimates.t_interval(np.stack([x, x + 1], 1)), np.transpose([ours, np.add(ours, 1)]))
+    theirs = stats.ttest_ind(x, y, equal_var=False).confidence_interval(0.95)
+    np.testing.assert_allclose(estimates.difference(x, y), [theirs.low, theirs.high])
+    assert estimates.t_interval(x[:1]) is None and estimates.difference(x, y[:1]) is None
+    assert estimates.difference(np.ones(5), np.zeros(5)).tolist() == [1, 1]
+
+
+def test_t_intervals_of_few_seeds_hold_what_they_promise():
+    draws = np.random.default_rng(0).normal(size=(3, 20_000))
+    low, high = estimates.t_interval(draws)
+    assert ((low < 0) & (high > 0)).mean() == pytest.approx(0.95, abs=0.01)
+    low, high = estimates.interval(draws[:, :500].T[..., None], estimates.mean, 500)  # as the reports had it
+    assert ((low < 0) & (high > 0)).mean() < 0.85
+
+
+def test_no_order_below_five_seeds_nor_where_the_difference_may_be_zero():
+    x = {"a": np.array([1.0, 1.1, 0.9, 1.0, 1.05]), "b": np.array([2.0, 2.1, 1.9, 2.0, 2.05]), "c": np.zeros(5)}
+    assert estimates.orders(x) == {"a": ["c"], "b": ["a", "c"]} and estimates.best(estimates.orders(x), x) == "b"
+    assert estimates.best(estimates.orders(x, -1), x) == "c" and estimates.best({}, ["a"]) is None
+    assert estimates.orders({name: scores[:4] for name, scores in x.items()}) == {}
+    assert estimates.orders(x | {"a": x["a"][:4]}) == {"b": ["c"]}  # b is above c, but who knows about a
+    close = x | {"d": x["b"] - np.linspace(-0.2, 0.25, 5)}  # b and d overlap
+    assert estimates.orders(close)["b"] == ["a", "c"] and estimates.best(estimates.orders(close), close) is None
+    assert not estimates.better(x["b"], x["b"] - np.linspace(-0.2, 0.25, 5)) and not estimates.better(x["c"], x["c"])
+
+
 # ---- Collect ---------------------------------------------------------------------------------------------------------
 
 
@@ -166,10 +201,94 @@ def test_one_damaged_run_costs_no_other(tmp_path):
     (folders[4] / "result.json").write_text('{"global_step": 1e30, "wall_s": "x"}')
     with open(folders[5] / "metrics.jsonl", "a") as file:
         file.write(f'{{"global_step": {2**70}, "eval/return_mean": 9}}\n')
-    assert collect(suite, tmp_path) == ["a/ALE/Pong-v5/seed5: 1 damaged lines left out"]
+    odd, lines = collect(suite, tmp_path)
+    assert odd == f"a/ALE/Pong-v5/seed2: {folders[2] / 'config.json'} is left out: it holds no table"
+    assert lines == "a/ALE/Pong-v5/seed5: 1 damaged lines left out"
     summary = report(suite, tmp_path, reps=10)
     assert list(summary["environments"]["ALE/Pong-v5"]["a"]["scores"]) == [0, 2, 3, 4, 5], summary["missing"]
     assert "its metrics cannot be read" in summary["missing"][0]["why"]
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "3", '"x"', "{}", '{"state": "running"}', '{"state": "failed", "reason": 3}', DEEP]
+)
+def test_a_ledger_entry_of_another_shape_is_that_of_a_run_whose_runner_died(tmp_path, text, capsys):
+    suite = make_suite(seeds=(1, 2))
+    write_run(tmp_path, suite.runs[0], [1.0] * 10)
+    write_ledger(tmp_path, suite.runs[1])
+    (tmp_path / "s" / "ledger" / f"{suite.runs[1].id}.json").write_text(text)
+    (missing,) = made(tmp_path, suite)[0]["missing"]
+    assert missing["name"] == "a/E1/seed2" and missing["why"] == "interrupted: its entry was damaged"
+    records = ledger.Ledger(tmp_path / "s")
+    assert board.Board(suite, tmp_path / "s", suite.runs).summary(records) == 1
+    assert "1 interrupted" in capsys.readouterr().out
+    assert ledger.outlook(records.records()[suite.runs[1].id]) == "open"
+
+
+@pytest.mark.parametrize("name", ["config.json", "result.json", "metrics.jsonl", "eval.jsonl"])
+@pytest.mark.parametrize("text", [None, DEEP, '{"global_step": 1000, "host": "\\ud800", "\\udfff": 1}'])
+def test_odd_files_of_a_run_cost_no_other(tmp_path, name, text):
+    """None: a folder of that name; half characters, which UTF-8 cannot hold."""
+    suite = make_suite(seeds=(1, 2))
+    folder = [write_run(tmp_path, run, [1.0] * 10) for run in suite.runs][0]
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir() if text is None else (folder / name).write_text(text)
+    notes = collect(suite, tmp_path)
+    summary = report(suite, tmp_path, reps=10)
+    assert 2 in summary["environments"]["E1"]["a"]["scores"]
+    told = notes + [missing["why"] for missing in summary["missing"]]
+    assert text not in (None, DEEP) or any(name in line or "damaged line" in line for line in told), told
+
+
+@pytest.mark.parametrize("table", ["metrics.parquet", "evals.parquet"])
+def test_a_part_that_is_damaged_inside_is_made_anew(tmp_path, table):
+    suite = make_suite(seeds=(1, 2))
+    write_all(tmp_path, suite, lambda *who: 1.0)
+    for path in (tmp_path / "s" / "runs").glob("*/*/*/*"):
+        (path / "eval.jsonl").write_text('{"global_step": 1000, "return": 2.0, "split": "eval"}\n' * 50)
+    before, _ = made(tmp_path, suite)
+    path = next((tmp_path / "s" / table).glob("part-*"))
+    number = pq.read_schema(path).names.index("global_step")
+    column, data = pq.read_metadata(path).row_group(0).column(number), bytearray(path.read_bytes())
+    data[column.dictionary_page_offset + column.total_compressed_size - 1] ^= 1  # one bit of a value
+    path.write_bytes(data)
+    assert collect(suite, tmp_path) == []  # reads no old part
+    summary, text = made(tmp_path, suite)
+    (note,) = summary["notes"]
+    assert str(path) in note and "is damaged" in note and "it is made anew" in note and path.name in text
+    assert summary | {"notes": []} == before and made(tmp_path, suite)[0] == before
+
+
+def test_runs_parquet_that_is_damaged_inside_is_made_anew(tmp_path):
+    suite = make_suite(seeds=(1, 2))
+    write_all(tmp_path, suite, lambda *who: 1.0)
+    before, _ = made(tmp_path, suite)
+    path = tmp_path / "s" / "runs.parquet"
+    data = bytearray(path.read_bytes())
+    start = pq.read_metadata(path).row_group(0).column(0).data_page_offset
+    data[start : start + 60] = b"\x5a" * 60
+    path.write_bytes(data)
+    (note,) = collect(suite, tmp_path)
+    assert "runs.parquet was damaged" in note and "has to be imported again" in note
+    assert report(suite, tmp_path, reps=200) == before
+
+
+ODD = "$\\frac$ <img src=x onerror=alert(1)>|&"
+
+
+@pytest.mark.parametrize("names, env", [((ODD, "b"), "E$1_$"), (("_a", "__"), "_E")])
+def test_odd_names_are_shown_as_they_are(tmp_path, names, env):
+    suite = make_suite(names, (env,), (1, 2), normalization={env: [0, 10]})
+    write_all(tmp_path, suite, lambda *who: 1.0)
+    summary, text = made(tmp_path, suite)
+    assert list(summary["environments"][env]) == list(names) and "<img" not in text
+    svg = (tmp_path / "s" / "figures" / "curves.svg").read_text()
+    shown = {re.sub(r"&(\w+);", lambda m: {"lt": "<", "gt": ">", "amp": "&"}[m[1]], t.strip()) for t in re.findall(
+        r"<!-- (.*?) -->", svg)}  # fmt: skip
+    assert {*names, env} <= shown
 
 
 def test_collect_reads_only_what_is_new(tmp_path):
@@ -322,6 +441,46 @@ def test_cleanrl_runs_are_imported_and_compared(tmp_path):  # entity-neural-netw
     assert len(read_runs(tmp_path / "s")) == 2 + 5
 
 
+def odd_text(folder):
+    from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    tensor = tensor_pb2.TensorProto(dtype=7, string_val=[b"\xff\xfe"])
+    value = summary_pb2.Summary.Value(tag="hyperparameters/text_summary", tensor=tensor)
+    writer = EventFileWriter(str(folder))
+    writer.add_event(event_pb2.Event(step=1, wall_time=1.0, summary=summary_pb2.Summary(value=[value])))
+    writer.close()
+
+
+WHO = {"exp_name": "ppo", "env_id": "E1", "seed": 1}
+FOLDERS = {  # None: nothing is wrong
+    "a folder of that name": (lambda at: (at / "events.out.tfevents.1.h").mkdir(), "Is a directory"),
+    "a dangling link": (lambda at: (at / "events.out.tfevents.1.h").symlink_to("/nowhere"), "does not point to"),
+    "noise": (lambda at: (at / "events.out.tfevents.1.h").write_bytes(bytes(range(256)) * 4), "it has no scalars"),
+    "empty": (lambda at: (at / "events.out.tfevents.1.h").write_bytes(b""), "it has no scalars"),
+    "text that is none": (odd_text, "can't decode"),
+    "a scalar named hyperparameters": (lambda at: write_tensorboard(at, [("hyperparameters", 1.0, 1)]), None),
+    "seed of 2^63": (lambda at: write_tensorboard(at, [(RETURN, 1.0, 1)], WHO | {"seed": 2**63}), "hyperparameters or"),
+    "seed in other digits": (lambda at: write_tensorboard(at, [(RETURN, 1.0, 1)], WHO | {"seed": "²"}), "hyperparam"),
+    "unprintable name": (lambda at: write_tensorboard(at, [(RETURN, 1.0, 1)], WHO | {"exp_name": "a\x07"}), "hyperpar"),
+    "batch of 2^70": (lambda at: write_tensorboard(at, [(RETURN, 1.0, 1)], WHO | {"batch_size": 2**70}), None),
+    "batch in other digits": (lambda at: write_tensorboard(at, [(RETURN, 1.0, 1)], WHO | {"batch_size": "²"}), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_an_odd_tensorboard_folder_costs_no_other(tmp_path, case):
+    suite = make_suite(seeds=(1,), metric=RETURN)
+    good, odd = tmp_path / "tb" / "E1__good__1__17", tmp_path / "tb" / "E1__odd__1__17"
+    write_tensorboard(good, [(RETURN, 4.0, step) for step in range(100, 1001, 100)])
+    odd.mkdir()
+    write, says = FOLDERS[case]
+    write(odd)
+    notes = collect(suite, tmp_path, tensorboard=tmp_path / "tb")
+    assert [f"{odd} is left out: " in note and says in note for note in notes] == ([True] if says else [])
+    assert report(suite, tmp_path, reps=10)["environments"]["E1"]["good (imported)"]["scores"] == {1: 4.0}
+
+
 def test_event_files_of_a_resumed_run_are_one_run(tmp_path):
     suite, folder = make_suite(seeds=(1,), metric=RETURN), tmp_path / "tb" / "E1__ppo__1__17"
     write_tensorboard(folder, [(RETURN, 1.0, step) for step in range(100, 801, 100)], filename_suffix=".1")
@@ -373,26 +532,54 @@ def test_wandb_export_holds_every_key(tmp_path, monkeypatch):  # vwxyzjn/cleanrl
 
 
 def test_scores_and_intervals_of_known_runs(tmp_path):
-    suite = make_suite(("a", "b"), ("E1", "E2"), (1, 2, 3), normalization={"E1": [0, 10], "E2": [-1, 1]})
+    suite = make_suite(("a", "b"), ("E1", "E2"), (1, 2, 3, 4, 5), normalization={"E1": [0, 10], "E2": [-1, 1]})
     write_all(tmp_path, suite, lambda name, env, seed: {"E1": 2.0 * seed, "E2": 0.5}[env] - (name == "b"))
     summary, text = made(tmp_path, suite)
-    x = np.array([[0.2, 0.75], [0.4, 0.75], [0.6, 0.75]])
+    x = np.array([[0.2, 0.75], [0.4, 0.75], [0.6, 0.75], [0.8, 0.75], [1.0, 0.75]])
     for kind, of in summary["aggregate"]["a"].items():
-        assert of["value"] == pytest.approx(float(estimates.ESTIMATES[kind](x))) and of["n"] == 3
+        assert of["value"] == pytest.approx(float(estimates.ESTIMATES[kind](x))) and of["n"] == 5
         assert of["interval"][0] <= of["value"] <= of["interval"][1]
     mean = summary["environments"]["E1"]["a"]
-    assert mean["value"] == 4 and mean["scores"] == {1: 2, 2: 4, 3: 6} and mean["interval"][0] < 4 < mean["interval"][1]
-    assert summary["best"] == {"E1": "a", "E2": "a"} and summary["missing"] == []
+    assert mean["value"] == 6 and mean["scores"] == {1: 2, 2: 4, 3: 6, 4: 8, 5: 10}
+    assert mean["interval"] == pytest.approx(stats.t.interval(0.95, 4, 6, np.sqrt(10 / 5)))
+    assert summary["best"] == {"E1": None, "E2": "a"} and summary["missing"] == []
+    assert summary["orders"] == {"E1": {}, "E2": {"a": ["b"]}} and "| E2 | a | b |" in text
     (pair,) = summary["improvement"]
-    assert (pair["x"], pair["y"], pair["value"]) == ("b", "a", pytest.approx((0 + 3 / 9) / 2))  # 1 3 5 against 2 4 6
-    assert "**Complete**: all 6" not in text and "**Complete**: all 12 runs" in text
-    assert "| E2 | **0.50 (0.50 to 0.50)** | -0.50 (-0.50 to -0.50) |" in text  # bold: its interval lies above
-    assert "| E1 | 4.00 (" in text and f"git checkout {'c0ffee' * 6}" in text
+    assert (pair["x"], pair["y"], pair["value"]) == ("b", "a", pytest.approx((0 + 10 / 25) / 2))  # 1 3 5 7 9, 2 4 ...
+    assert "**Complete**: all 6" not in text and "**Complete**: all 20 runs" in text
+    assert "| E2 | **0.50 (0.50 to 0.50)** | -0.50 (-0.50 to -0.50) |" in text  # bold: it is better
+    assert "| E1 | 6.00 (" in text and f"git checkout {'c0ffee' * 6}" in text
     assert "scripts/run algos/ppo.py --env-id E1 --seed 1 --total-timesteps 1000" in text
     for name in ("aggregate", "improvement", "profile", "efficiency", "curves"):
         assert (tmp_path / "s" / "figures" / f"{name}.png").stat().st_size > 5000
         assert f"(figures/{name}.png)" in text
     assert json.loads((tmp_path / "s" / "summary.json").read_text())["aggregate"] == summary["aggregate"]
+
+
+@pytest.mark.parametrize("metric, score", [(METRIC, 4.7), ("eval_train/return_mean", 3.0), ("charts/x", 3.0)])
+def test_a_large_last_evaluation_counts_as_what_it_is(tmp_path, metric, score):
+    suite = make_suite(seeds=(1,), metric=metric)
+    folder = write_run(tmp_path, suite.runs[0], [9.0, 1.0, 3.0, 5.0], key=metric)
+    sizes = {250: 5, 500: 1, 750: 1, 1000: 18}  # (1 + 3 + 18 * 5) / 20; none of another split counts
+    rows = [{"global_step": step, "split": "eval", "return": 1.0} for step, size in sizes.items() for _ in range(size)]
+    rows += [{"global_step": 500, "split": "eval_train", "return": 1.0}]
+    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary, text = made(tmp_path, suite)
+    assert summary["environments"]["E1"]["a"]["scores"] == {1: pytest.approx(score)}
+    assert "over the last 3 of 100 parts of its budget" in text and "weighted by evaluation episodes" in text
+
+
+def test_further_metrics_stand_in_the_report(tmp_path):
+    suite = make_suite(("a", "b"), ("E1", "E2"), (1, 2), also=["eval/*/success", "gone"])
+    for run in suite.runs:
+        more = {"eval/key/success": run.seed / 4} | ({"eval/door/success": 1.0} if run.algorithm == "b" else {})
+        write_run(tmp_path, run, [1.0] * 10, **more)
+    summary, text = made(tmp_path, suite)
+    assert list(summary["also"]) == ["eval/door/success", "eval/key/success"]
+    assert summary["also"]["eval/key/success"]["E2"]["a"]["scores"] == {1: 0.25, 2: 0.5}
+    assert list(summary["also"]["eval/door/success"]["E1"]) == ["b"]
+    assert "| E1 | eval/door/success |  | 1.00 (1.00 to 1.00) |\n| E1 | eval/key/success | 0.38 (" in text
+    assert "Further metrics" not in made(tmp_path, make_suite(("a", "b"), ("E1", "E2"), (1, 2)))[1]
 
 
 def test_the_same_runs_give_the_same_files(tmp_path):
@@ -513,22 +700,24 @@ def test_one_seed_has_no_interval(tmp_path):  # DLR-RM/stable-baselines3#1137
     summary, text = made(tmp_path, suite)
     assert summary["environments"]["E1"]["a"]["interval"] is None and "| E1 | 5.00 (n=1) | 1.00 (n=1) |" in text
     assert summary["aggregate"]["a"]["IQM"] == {"value": 0.5, "interval": None, "n": 1} and "**5.00" not in text
-    assert (tmp_path / "s" / "figures" / "curves.svg").exists()
+    assert (tmp_path / "s" / "figures" / "curves.svg").exists() and "None is called better than another." in text
 
 
 def test_what_is_not_finite_is_never_best(tmp_path):  # ray-project/ray#23812
     scores = {"nan": math.nan, "one": 1.0, "three": 3.0, "inf": math.inf}
-    suite = make_suite(scores, seeds=(1,), normalization={"E1": [0, 10]})
+    suite = make_suite(scores, seeds=(1, 2, 3, 4, 5), normalization={"E1": [0, 10]})
     for run in suite.runs:
         write_run(tmp_path, run, [2.0, 2.0, scores[run.algorithm]])
     summary, text = made(tmp_path, suite)
     assert summary["best"] == {"E1": "three"}
     assert {m["name"]: m["why"] for m in summary["missing"]} == {
-        f"{name}/E1/seed1": "eval/return_mean is not finite at its end" for name in ("nan", "inf")
+        f"{name}/E1/seed{seed}": "eval/return_mean is not finite at its end"
+        for name in ("nan", "inf")
+        for seed in suite.seeds
     }
-    cells = [cell.strip() for line in text.splitlines() if line.startswith("| E1") for cell in line.split("|")]
-    assert cells == ["", "E1", "", "1.67 (n=1)", "2.33 (n=1)", "", ""]
-    assert estimates.best(scores) == ("three", ["nan", "inf"])
+    row = next(line for line in text.splitlines() if line.startswith("| E1"))
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells == ["", "E1", "", "1.67 (1.67 to 1.67)", "**2.33 (2.33 to 2.33)**", "", ""]
 
 
 def test_no_finished_run_at_all(tmp_path):
@@ -543,7 +732,7 @@ def test_seeds_of_one_configuration_are_one_curve(tmp_path):  # gxywy/rl-plotter
     suite = make_suite(seeds=(1, 2, 3))
     write_all(tmp_path, suite, lambda name, env, seed: float(seed))
     summary, _ = made(tmp_path, suite)
-    curves = environment_curves(Study(suite, tmp_path / "s", METRIC))
+    curves = environment_curves(run_curves(Study(suite, tmp_path / "s", METRIC, "max")))
     (axis,) = figures.environments(summary, curves).axes
     (thick,), (thin, _) = axis.lines, axis.collections
     assert len(thin.get_segments()) == 3 and thick.get_ydata()[-1] == 2 and thick.get_xdata()[-1] == BUDGET
@@ -570,8 +759,10 @@ def test_the_figures_of_a_large_sweep_show_the_best(tmp_path):
     assert (
         f"Figures show the {figures.MOST} algorithms with the best places" in text and len(summary["aggregate"]) == 15
     )
-    assert f"| environment | E1 | E2 |\n| --- | --- | --- |\n| {names[0]} | 1.50 (1.00 to 2.00) | 1.50 (" in text
-    summary, curves = figures.leading(summary, environment_curves(Study(suite, tmp_path / "s", METRIC)))
+    assert f"| environment | E1 | E2 |\n| --- | --- | --- |\n| {names[0]} | 1.50 (-4.85 to 7.85) | 1.50 (" in text
+    summary, curves = figures.leading(
+        summary, environment_curves(run_curves(Study(suite, tmp_path / "s", METRIC, "max")))
+    )
     kept = names[-figures.MOST :]
     assert summary["algorithms"] == list(summary["aggregate"]) == list(curves["E2"]) == kept
     assert [pair["x"] for pair in summary["improvement"]] == kept and list(summary["profile"]["shares"]) == kept
@@ -648,21 +839,22 @@ def test_against_the_paper(tmp_path):
 
 
 def test_against_a_baseline(tmp_path):
-    suite = make_suite(("a", "b"), ("E1", "E2"))
+    suite = make_suite(("a", "b"), ("E1", "E2"), (1, 2, 3, 4, 5))
     write_all(tmp_path, suite, lambda name, env, seed: 5.0 + seed / 100)
     baseline, text = made(tmp_path, suite)
     assert "baseline" not in text
     old = tmp_path / "old.json"
     old.write_text(json.dumps(baseline))
     assert made(tmp_path, suite, against=old)[0]["regressions"] == []
-    baseline["environments"]["E1"]["a"]["value"] = 5.1  # above our interval, 5.01 to 5.03
-    baseline["environments"]["E1"]["b"]["value"] = 5.025  # within
+    environments = baseline["environments"]
+    environments["E1"]["a"]["scores"] = {seed: 5.07 + seed / 100 for seed in suite.seeds}  # ours: 5.01 to 5.05
+    environments["E1"]["b"]["scores"] = {seed: 5.01 + seed / 100 for seed in suite.seeds}  # could be chance
     baseline["environments"]["E2"]["gone"] = baseline["environments"]["E2"]["a"]
     old.write_text(json.dumps(baseline))
     summary, text = made(tmp_path, suite, against=old)
     found = [(row["algorithm"], row["env_id"], row["what"]) for row in summary["regressions"]]
     assert found == [("a", "E1", "worse"), ("gone", "E2", "missing")]
-    assert "| a | E1 | worse | 5.10 | 5.02 |" in text
+    assert "| a | E1 | worse | 5.10 | 5.03 |" in text
     old.write_text(json.dumps(baseline | {"metric": "charts/episodic_return"}))
     (tmp_path / "odd.json").write_text(json.dumps(baseline | {"environments": {"E1": {"a": {}}}}))
     for name in "nothing", "odd":
@@ -670,6 +862,168 @@ def test_against_a_baseline(tmp_path):
             report(suite, tmp_path, against=tmp_path / f"{name}.json")
     with pytest.raises(SystemExit, match="its metric is charts/episodic_return, here it is eval/return_mean"):
         report(suite, tmp_path, against=old)
+
+
+@pytest.mark.parametrize("seeds, code", [((1, 2, 3), 0), ((1, 2, 3, 4, 5), 1)])
+def test_few_seeds_are_no_regression(tmp_path, seeds, code):
+    suite = make_suite(seeds=seeds)
+    write_all(tmp_path, suite, lambda name, env, seed: 5.0 + seed / 100)
+    baseline, _ = made(tmp_path, suite)
+    baseline["environments"]["E1"]["a"]["scores"] = {seed: 6.0 + seed / 100 for seed in seeds}
+    old, path = tmp_path / "old.json", tmp_path / "s.toml"
+    old.write_text(json.dumps(baseline))
+    path.write_text(f'name = "s"\nenvironments = ["E1"]\nseeds = {list(seeds)}\nbudget = 1000\n[[algorithms]]\n'
+                    'name = "a"\nscript = "algos/ppo.py"\n')  # fmt: skip
+    command = [sys.executable, ROOT / "benchmark" / "run.py", "report", path, "--results", tmp_path, "--against", old]
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=100).returncode == code
+    (row,) = json.loads((tmp_path / "s" / "summary.json").read_text())["regressions"]
+    assert row["what"] == ("worse" if code else "perhaps worse: n=3 is too few to say")
+
+
+# ---- What is published -----------------------------------------------------------------------------------------------
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def reported(tmp_path):
+    """A suite of two algorithms and two seeds with its report, loaded from a file as run.py does."""
+    path = tmp_path / "s.toml"
+    path.write_text(
+        'name = "s"\nenvironments = ["E1"]\nseeds = [1, 2]\nbudget = 1000\nnormalization = { E1 = [0, 10] }\n'
+        + "".join(f'[[algorithms]]\nname = "{name}"\nscript = "algos/ppo.py"\n' for name in "ab")
+    )
+    suite = load(path)
+    write_all(tmp_path, suite, lambda name, env, seed: seed / 3 + (name == "b"))
+    shutil.copyfile(path, tmp_path / "s" / "suite.toml")
+    made(tmp_path, suite)
+    return suite
+
+
+def test_a_published_report_is_made_again_from_its_numbers(reported, tmp_path):
+    (tmp_path / "s" / "figures" / "games.png").write_bytes(b"of another script")
+    assert publish(reported, tmp_path, tmp_path / "published") == []
+    before = files(tmp_path / "published" / "s")
+    assert {"suite.toml", "summary.json", "curves.json", "report.md", "figures/curves.svg"} < before.keys()
+    for name in ("report.md", "figures/curves.svg", "figures/curves.png", "figures/aggregate.svg"):
+        (tmp_path / "published" / "s" / name).write_text("gone")
+    remake("s", tmp_path / "published")
+    assert files(tmp_path / "published" / "s") == before
+    with pytest.raises(SystemExit, match="there is no report of t in .*, only of s"):
+        remake("t", tmp_path / "published")
+
+
+def test_fewer_runs_than_are_published_are_refused(reported, tmp_path):
+    publish(reported, tmp_path, tmp_path / "published")
+    (tmp_path / "published" / "s" / "figures" / "payoff.png").write_bytes(b"by hand")
+    before = files(tmp_path / "published")
+    for run in reported.runs[:3]:
+        (board.run_directory(tmp_path / "s", run.id) / "result.json").unlink()
+    made(tmp_path, reported)
+    with pytest.raises(SystemExit, match="a on E1 has 0 runs, in the published report 2, and 1 more such: --fewer"):
+        publish(reported, tmp_path, tmp_path / "published")
+    assert files(tmp_path / "published") == before
+    notes = publish(reported, tmp_path, tmp_path / "published", fewer=True)
+    assert notes and "figures/payoff.png is not of this report" in notes[-1]
+    assert "**Incomplete**: 1 of 4 runs" in (tmp_path / "published" / "s" / "report.md").read_text()
+
+
+def test_only_the_suite_s_own_report_is_published(reported, tmp_path):
+    report(reported, tmp_path, metric="charts/SPS")
+    with pytest.raises(SystemExit, match="is of charts/SPS, the suite's metric is eval/return_mean"):
+        publish(reported, tmp_path, tmp_path / "published")
+    (tmp_path / "s" / "report.md").unlink()
+    with pytest.raises(SystemExit, match="there is no whole report in .*: benchmark/run.py report s makes it"):
+        publish(reported, tmp_path, tmp_path / "published")
+    assert not (tmp_path / "published").exists()
+
+
+def test_a_report_of_nothing_leaves_what_is_published(tmp_path):
+    """As in a fresh clone, which has no runs."""
+    folder = tmp_path / "benchmark" / "results" / "minigrid_plr"
+    shutil.copytree(ROOT / "benchmark" / "results" / "minigrid_plr", folder)
+    before = files(folder)
+    command = [sys.executable, ROOT / "benchmark" / "run.py", "report", "minigrid_plr"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and files(folder) == before, done.stderr
+    assert "0 of 18 runs count" in (tmp_path / "runs" / "suites" / "minigrid_plr" / "report.md").read_text()
+
+
+PUBLISHED = sorted(path.parent.name for path in (ROOT / "benchmark" / "results").glob("*/summary.json"))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_report_is_what_its_numbers_say(name, tmp_path):
+    folder = ROOT / "benchmark" / "results" / name
+    shutil.copytree(folder, tmp_path / name)
+    command = [sys.executable, ROOT / "benchmark" / "run.py", "remake", name, "--published", tmp_path]
+    subprocess.run(command, check=True, timeout=300)
+    before, after = files(folder), files(tmp_path / name)
+    assert before.keys() == after.keys()
+    assert [path for path in before if path.endswith((".md", ".svg")) and before[path] != after[path]] == []
+
+
+# ---- Less is better --------------------------------------------------------------------------------------------------
+
+COST, SEEDS = "eval/nash_conv", (1, 2, 3, 4, 5)  # in these tests a is the worst, c the best
+
+
+def write_costs(results, suite):
+    for run in suite.runs:
+        write_run(results, run, [{"a": 3.0, "b": 2.0, "c": 1.0}[run.algorithm] + run.seed / 100] * 10, key=COST)
+
+
+@pytest.mark.parametrize("constants", [{}, {"E1": [0, 4]}], ids=["raw", "constants"])
+def test_where_less_is_better_the_least_is_the_best(tmp_path, constants):
+    suite = make_suite(("a", "b", "c"), seeds=SEEDS, metric=COST, direction="min", normalization=constants)
+    write_costs(tmp_path, suite)
+    summary, text = made(tmp_path, suite)
+    assert summary["direction"] == "min" and f"`{COST}`, of which less is better" in text
+    assert summary["best"] == {"E1": "c"} and re.search(r"\| E1 \| 3.03 .* \| 2.03 .* \| \*\*1.03 ", text)
+    pairs = {(pair["x"], pair["y"]): pair["value"] for pair in summary["improvement"]}
+    assert pairs == {("b", "a"): 1, ("c", "a"): 1, ("c", "b"): 1}
+    kinds = {name: {kind: of["value"] for kind, of in kinds.items()} for name, kinds in summary["aggregate"].items()}
+    for name, cost in {"a": 3.03, "b": 2.03, "c": 1.03}.items():
+        assert kinds[name]["IQM"] == pytest.approx((4 - cost) / 4 if constants else cost)
+        if constants:  # 0 is the upper constant
+            assert kinds[name]["optimality gap"] == pytest.approx(cost / 4)
+    shares, thresholds = summary["profile"]["shares"], summary["profile"]["thresholds"]
+    assert all(np.mean(shares["c"][0]) > np.mean(shares[name][0]) for name in "ab")
+    between = np.argmin(np.abs(np.array(thresholds) - (0.4 if constants else 2.5)))  # better: b and c, or c alone
+    assert [shares[name][0][between] for name in "abc"] == ([0, 1, 1] if not constants else [0, 1, 1])
+    assert "(less is better)" in figures.environments(summary, environment_curves(
+        run_curves(Study(suite, tmp_path / "s", COST, "min")))).axes[0].get_ylabel()  # fmt: skip
+
+
+def test_where_less_is_better_more_than_before_is_a_regression(tmp_path):
+    suite = make_suite(("a", "b", "c"), seeds=SEEDS, metric=COST, direction="min")
+    write_costs(tmp_path, suite)
+    baseline, _ = made(tmp_path, suite)
+    for name, old in {"a": 2.9, "b": 2.02, "c": 1.1}.items():  # worse now, the same, better now
+        baseline["environments"]["E1"][name]["scores"] = {seed: old + seed / 1000 for seed in SEEDS}
+    (tmp_path / "old.json").write_text(json.dumps(baseline))
+    summary, _ = made(tmp_path, suite, against=tmp_path / "old.json")
+    assert [(row["algorithm"], row["what"]) for row in summary["regressions"]] == [("a", "worse")]
+
+
+def test_another_metric_of_the_same_suite_has_a_direction_of_its_own(tmp_path):
+    suite = make_suite(("a", "b", "c"), seeds=SEEDS)
+    write_costs(tmp_path, suite)
+    collect(suite, tmp_path)
+    with pytest.raises(SystemExit, match="eval/nash_conv has nash in its name: say whether more or less"):
+        report(suite, tmp_path, metric=COST)
+    assert report(suite, tmp_path, metric=COST, direction="min", reps=200)["best"] == {"E1": "c"}
+    assert report(suite, tmp_path, metric=COST, direction="max", reps=200)["best"] == {"E1": "a"}
+
+
+def test_figures_of_a_large_sweep_show_the_least_where_that_is_better(tmp_path):
+    names = [f"ppo{i:02d}" for i in range(15)]
+    suite = make_suite(names, seeds=(1, 2), direction="min")
+    write_all(tmp_path, suite, lambda name, env, seed: float(name[3:]) + seed)
+    summary, _ = made(tmp_path, suite)
+    assert figures.leading(summary, {})[0]["algorithms"] == names[: figures.MOST]
 
 
 # ---- The page --------------------------------------------------------------------------------------------------------
@@ -719,7 +1073,7 @@ def test_the_page_needs_no_other_file(page):
 
 
 @pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
-@pytest.mark.parametrize("width", [1280, 500])
+@pytest.mark.parametrize("width", [1280, 800, 500])
 def test_the_page_in_a_browser(page, tmp_path, width):
     """A script in a copy measures: nothing sticks out, pictures are there, contents stay in view, lines are short."""
     script = """<script>onload = () => {

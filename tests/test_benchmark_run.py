@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark import backends, board, execute, ledger, suite
+from benchmark.runner import backends, board, execute, ledger, suite
 
 ROOT = Path(__file__).parents[1]
 FAKE = ROOT / "tests" / "fake_script.py"
@@ -182,6 +183,8 @@ WRONG = {
     "missing key": (HEAD.replace("budget = 10", "") + ALGORITHM, "the suite lacks budget"),
     "type": (HEAD.replace("10", "'10'") + ALGORITHM, "budget = '10' must be of type int"),
     "seeds": (HEAD.replace("[1, 2]", "[1, 1]") + ALGORITHM, "each may stand there once"),
+    "huge seed": (HEAD.replace("[1, 2]", "[9223372036854775808]") + ALGORITHM, "from 0 on and below 2^63"),
+    "huge budget": (HEAD.replace("10", "1" + "0" * 30) + ALGORITHM, "at most 10^15 are needed"),
     "no seeds": (HEAD.replace("[1, 2]", "[]") + ALGORITHM, "at least one is needed"),
     "negative": (HEAD.replace("[1, 2]", "[-1]") + ALGORITHM, "each must be a whole number, from 0 on"),
     "empty name": (HEAD.replace('"A"', '""') + ALGORITHM, "each must be a text of one line"),
@@ -191,6 +194,11 @@ WRONG = {
     "two spellings": (HEAD + "args = { step_s = 1, step-s = 2 }" + ALGORITHM, "one of them is there with _ and with -"),
     "paper": (HEAD + "reference.fake.A = [1]" + ALGORITHM, "a number or [mean, deviation] is needed"),
     "paper's environment": (HEAD + "reference.fake.C = 1" + ALGORITHM, "[reference.fake] C is none of the environm"),
+    "loss": (HEAD + 'metric = "losses/value_loss"' + ALGORITHM, "say whether more or less of it is better, direction"),
+    "length": (HEAD + 'metric = "eval/length_mean"' + ALGORITHM, 'direction = "max" or "min"'),
+    "NashConv": (HEAD + 'metric = "eval/nash_conv_average"' + ALGORITHM, "has nash in its name"),
+    "time": (HEAD + 'metric = "perf/update_s"' + ALGORITHM, "has s in its name"),
+    "direction": (HEAD + 'direction = "down"' + ALGORITHM, "direction = 'down': \"max\" or \"min\" is needed"),
     "infinite": (HEAD + "normalization.A = [0, inf]" + ALGORITHM, "[minimum, maximum] is needed"),
     "syntax": (HEAD + "x = = 3" + ALGORITHM, "Invalid value (at line 6"),
     "two of a name": (HEAD + ALGORITHM * 2, "names of [[algorithms]] ['fake', 'fake']: each may stand there once"),
@@ -270,6 +278,7 @@ def test_scripts_that_cannot_be_imported_and_one_with_a_neighbour(tmp_path):
 def test_options_that_go_with_another_backend_or_task(tmp_path):
     path = write(tmp_path, HEAD + ALGORITHM)
     for words, message in {
+        ("plan", "--results", str(suite.PUBLISHED)): "benchmark/results holds what is published: name another folder",
         ("run", "--dry-run"): "--dry-run is for --backend slurm, and this is local",
         ("run", "--fail-fast", "--backend", "slurm"): "--fail-fast is for --backend local or ray, and this is slurm",
         ("worker", "--task", 2, "--tasks", 2): "--task 2 --tasks 2: tasks are numbered from 0",
@@ -287,6 +296,21 @@ def test_plan_prints_commands_that_run(tmp_path):
     assert subprocess.run(command, cwd=ROOT, check=True) and list(results(path)) == ["fake:step-s=0.0/B/seed2"]
     end = Ended(start("plan", path, "--only", "x*"))
     assert end.rc == 1 and "fits no run, as for example fake:step-s=0.0/A/seed1" in end.err, end
+
+
+def test_code_from_elsewhere_is_named_before_it_runs(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint('ran')\nsys.stdout.flush()\nos._exit(3)\n")
+    link = tmp_path / "algos"
+    link.symlink_to(tmp_path, target_is_directory=True)
+    for name in (script, link / "script.py"):
+        path = write(tmp_path, HEAD + ALGORITHM.replace(str(ROOT / "tests" / "fake_script.py"), str(name)))
+        for verb in ("plan", "run"):
+            end = Ended(start(verb, path))
+            note = f"note: runs code from outside algos/, to read its arguments: {name}\n"
+            assert end.rc == 3 and end.out.endswith(note + "ran\n"), end
+    path = write(tmp_path, HEAD + '[[algorithms]]\nname = "a"\nscript = "algos/ppo.py"\n')
+    assert "runs code" not in Ended(start("plan", path)).out
 
 
 def test_the_shipped_suites():
@@ -823,6 +847,41 @@ def test_a_slurm_array_does_each_run_once_and_goes_back_to_the_queue(tmp_path):
     assert "array=0-3%3\n" in some.out and " --only '*/A/*' x --retry-failed --tasks 4 --task $" in some.out, some
     end = Ended(start("run", path, *words, env=os.environ | {"PATH": "/nowhere"}))
     assert end.rc == 1 and "error: there is no sbatch here" in end.err, end
+
+
+def sbatch_options(text):
+    """As sbatch reads them: words like a shell's."""
+    words = [word for line in text.splitlines() if line.startswith("#SBATCH ") for word in shlex.split(line)[1:]]
+    return dict(word.removeprefix("--").partition("=")[::2] for word in words)
+
+
+def test_the_script_of_a_dry_run_can_be_submitted_and_a_cancelled_task_stays_cancelled(tmp_path):
+    """From folders with spaces; nothing but the printed script is there."""
+    results, tools = tmp_path / "my results", tmp_path / "tools"
+    path = write(tmp_path, SLOW)
+    tools.mkdir()
+    (tools / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/calls\n')
+    (tools / "scontrol").chmod(0o755)
+    words = "run", path, "--results", results, "--backend", "slurm", "--dry-run"
+    dry = Ended(start(*words, "--slurm", "comment=two words", "mail-user=a"))
+    assert dry.rc == 0 and not results.exists(), dry
+    options = sbatch_options(dry.out)
+    assert options["comment"] == "two words" and options["mail-user"] == "a" and options["output"] == "/dev/null"
+    script = tmp_path / "job.sh"
+    script.write_text(dry.out)
+    variables = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "7", "PATH": f"{tools}:{os.environ['PATH']}"}
+    task = subprocess.Popen(["bash", script], env=os.environ | variables, cwd=tmp_path, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    log = results / "fake" / "logs" / "slurm-7_0.log"
+    wait_until(lambda: list(results.glob("fake/runs/*/*/*/*/metrics.jsonl")), "a run of the task")
+    task.send_signal(signal.SIGTERM)  # scancel
+    end = Ended(task)
+    assert end.rc == 75 and not (tmp_path / "calls").exists(), end
+    assert "stopped: the same command goes on from here" in log.read_text()
+    elsewhere = Ended(start(*words, "--slurm", f"output={results}/%A log"))
+    assert sbatch_options(elsewhere.out)["output"] == f"{results}/%A log" and "exec >>" not in elsewhere.out
+    for odd in ("a\nb=c", "=x", "a b=c"):
+        assert "KEY=VALUE on one line is needed" in Ended(start(*words, "--slurm", odd)).err
 
 
 def test_an_array_longer_than_slurm_allows(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.sync_copies import MarkerError, Repository, main, rename
+from scripts.sync_copies import FOLDERS, MarkerError, Repository, main, rename
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = Repository(ROOT)
@@ -17,8 +17,18 @@ def test_copy_is_the_same_as_its_source_and_has_the_globals_it_reads(copy):
     assert REPOSITORY.missing_globals(copy) == ""
 
 
+@pytest.mark.parametrize("form", REPOSITORY.lean, ids=str)
+def test_lean_form_has_a_test_beside_its_full_form(form):
+    assert REPOSITORY.untested(form) == ""
+
+
+def test_every_folder_of_code_is_looked_through():
+    shown = subprocess.run(["git", "ls-files", "-z", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {str(Path(path).parent) for path in shown.stdout.split("\0") if path} <= set(FOLDERS)
+
+
 def test_repository_has_copies_and_no_unmarked_namesake():
-    assert REPOSITORY.namesakes() == []
+    assert REPOSITORY.namesakes() == REPOSITORY.stale_marks() == []
     assert REPOSITORY.copies or not (ROOT / "algos/ppo_plr.py").exists()
 
 
@@ -95,7 +105,7 @@ def commit(root):
 
 def test_good_copies_pass_and_are_listed(tree, capsys):
     root = tree(COPIES)
-    assert run(capsys, root) == (0, "2 marked copies, 0 problems\n")
+    assert run(capsys, root) == (0, "2 marked copies, 0 lean forms, 0 problems\n")
     assert run(capsys, root, "--list") == (
         0,
         "curricula/plr.py:Replay -> algos/new.py:Replay\ncurricula/plr.py:rank_weights -> algos/new.py:rank_weights\n",
@@ -113,7 +123,7 @@ def test_drift_is_shown_with_file_and_line_and_fixed(tree, capsys):
     code, out = run(capsys, root, "--fix")
     assert (code, out.splitlines()[0]) == (0, "algos/new.py:rank_weights rewritten from curricula/plr.py")
     assert (root / "algos/new.py").read_text() == COPIES
-    assert run(capsys, root, "--fix") == (0, "2 marked copies, 0 problems\n")
+    assert run(capsys, root, "--fix") == (0, "2 marked copies, 0 lean forms, 0 problems\n")
 
 
 def test_fix_rewrites_several_blocks_of_one_file_bottom_up(tree, capsys):
@@ -147,7 +157,7 @@ def test_methods_decorators_and_other_indentation(tree, capsys):
     method = REPLAY[REPLAY.index("    def copy") :]
     new = f"class Mine:\n    {MARK}decorated\n{inner}\n    {MARK}Replay.copy\n{method}"
     root = tree(new + "\n\nReplay = Mine\n")
-    assert run(capsys, root) == (0, "2 marked copies, 0 problems\n")
+    assert run(capsys, root) == (0, "2 marked copies, 0 lean forms, 0 problems\n")
     tree(new.replace("return 1", "return 2") + "\n\nReplay = Mine\n")
     assert run(capsys, root)[0] == 1
     assert run(capsys, root, "--fix")[0] == 0
@@ -162,7 +172,7 @@ def region(body):
 
 def test_regions(tree, capsys):
     root = tree(region(SEEDING))
-    assert run(capsys, root) == (0, "1 marked copies, 0 problems\n")
+    assert run(capsys, root) == (0, "1 marked copies, 0 lean forms, 0 problems\n")
     tree(region(SEEDING.replace("spawn(3)", "spawn(4)")))
     code, out = run(capsys, root)
     assert code == 1
@@ -248,6 +258,13 @@ def test_adopt_refuses_over_uncommitted_edits_of_the_source(tree, capsys):
         "# Copied from curricula/plr.py:rank_weights\n": "no decorator, def or class starts on the next line",
         "# Copied from algos/ppo.py:region(seeding)": "has no end",
         "# Copied from algos/ppo.py:region(seeding) with a->b": "`with` renames a def or class only",
+        "# Lean form of algos/ppo.py:region(seeding)": "a lean form is a def or class",
+        "# Lean form of curricula/plr.py:rank_weight": "say `with rank_weight->rank_weights`",
+        "# Lean form of curricula/plr.py:rank with rank->rank_weights": "the file has 0 of that name",
+        "# Lean form of curricula/lpr.py:rank_weights": "curricula/lpr.py:rank_weights: there is no such file",
+        "# Lean form of curricula/plr.py:rank_weights\n": "no decorator, def or class starts on the next line",
+        "# lean form of curricula/plr.py:rank_weights": "is no marker",
+        "# Lean form of PrioritizedLevelReplay": "is no marker",
         "# Copied from algos/ppo.py:region(seeding)\n# Copied from curricula/plr.py:rank_weights": "above has no `# E",
         "# region a\n# region:b": "is no marker",
         "# End of copy": "ends no copy of a region",
@@ -266,7 +283,7 @@ def test_a_bad_marker_is_an_error(tree, capsys, marker, says):
 
 
 def test_markers_in_strings_are_text(tree, capsys):
-    assert run(capsys, tree('"""\n# copied from nowhere\n"""\n')) == (0, "0 marked copies, 0 problems\n")
+    assert run(capsys, tree('"""\n# copied from nowhere\n"""\n')) == (0, "0 marked copies, 0 lean forms, 0 problems\n")
 
 
 def test_a_copy_of_a_copy_is_an_error(tree, capsys):
@@ -292,7 +309,54 @@ def test_a_name_defined_twice_is_no_source(tree, capsys):
 def test_a_class_that_lost_its_marker_is_found(tree, capsys):
     code, out = run(capsys, tree(COPIES.replace(f"{MARK}Replay\n", "")))
     assert code == 1
-    assert "algos/new.py:9: class Replay is in curricula/plr.py too" in out
+    assert "algos/new.py:9: class Replay is in curricula/plr.py too: mark it as its copy or lean form" in out
+
+
+LEAN = "# Lean form of curricula/plr.py:Replay{}\nclass {}:\n    def update(self, scores):\n        pass\n"
+LEAN_TEST = 'import pytest\n\n\n@pytest.mark.lean("algos/new.py:{}")\n{} test_lean_new():\n    pass\n'
+
+
+@pytest.mark.parametrize("rename, name", [("", "Replay"), (" with Replay->Levels", "Levels")])
+def test_a_lean_form_needs_a_test_that_names_it(tree, capsys, rename, name):
+    root = tree(LEAN.format(rename, name))
+    missing = f'algos/new.py:2: tests/test_lean.py has no test marked @pytest.mark.lean("algos/new.py:{name}")'
+    assert run(capsys, root)[0] == 1
+    (root / "tests").mkdir()
+    for text in ("", LEAN_TEST.format("Other", "def"), LEAN_TEST.format(name, "class"), f"# algos/new.py:{name}\n"):
+        (root / "tests/test_lean.py").write_text(text)
+        code, out = run(capsys, root)
+        assert code == 1
+        assert missing in out
+        assert "in a diff" not in out
+    (root / "tests/test_lean.py").write_text(LEAN_TEST.format(name, "def"))
+    assert run(capsys, root) == (0, "0 marked copies, 1 lean forms, 0 problems\n")
+    assert run(capsys, root, "--list") == (0, f"curricula/plr.py:Replay -> algos/new.py:{name} (lean)\n")
+
+
+def test_a_mark_for_a_lean_form_that_is_gone_is_found(tree, capsys):
+    root = tree(LEAN.format("", "Replay"))
+    (root / "tests").mkdir()
+    marked = LEAN_TEST.format('Replay", "algos/gone.py:Replay', "def")
+    (root / "tests/test_lean.py").write_text(marked)
+    code, out = run(capsys, root)
+    assert code == 1
+    assert "tests/test_lean.py: @pytest.mark.lean: 'algos/gone.py:Replay' is no lean form" in out
+    assert "1 lean forms, 1 problems" in out
+
+
+def test_a_lean_form_may_be_the_source_of_exact_copies(tree, capsys):
+    root = tree(LEAN.format("", "Replay"))
+    (root / "tests").mkdir()
+    (root / "tests/test_lean.py").write_text(LEAN_TEST.format("Replay", "def"))
+    copy = LEAN.format("", "Replay").replace("Lean form of curricula/plr.py", "Copied from algos/new.py")
+    (root / "algos/third.py").write_text(copy)
+    assert run(capsys, root) == (0, "1 marked copies, 1 lean forms, 0 problems\n")
+    (root / "algos/third.py").write_text(copy.replace("pass", "return 1"))
+    assert run(capsys, root)[0] == 1
+    assert run(capsys, root, "--fix") == (
+        0,
+        "algos/third.py:Replay rewritten from algos/new.py\n1 marked copies, 1 lean forms, 0 problems\n",
+    )
 
 
 def test_a_missing_global_is_named(tree, capsys):

@@ -643,9 +643,9 @@ print(*sorted(curricula.__all__))
     names = (
         "AsyncPrioritizedLevelReplay BatchedDomainRandomization BoxTaskSpace Constant Curriculum "
         "DiscreteTaskSpace DomainRandomization DualCurriculum ExpandingBox FictitiousSelfPlay "
-        "GymnasiumSyncWrapper Learnability LearningProgress Manual MultiDiscreteTaskSpace OMNI "
+        "GymnasiumSyncWrapper LeaguePlay Learnability LearningProgress Manual MultiDiscreteTaskSpace OMNI "
         "OnlineLearningProgress PettingZooSyncWrapper PettingZooTaskWrapper PrioritizedFictitiousSelfPlay "
-        "PrioritizedLevelReplay SelfPlay SequentialCurriculum SimulatedAnnealing SyncQueue TaskSpace "
-        "TaskWrapper TupleTaskSpace make_multiprocessing_curriculum "
+        "PrioritizedLevelReplay SelfPlay SequentialCurriculum SimulatedAnnealing SyncQueue TaskPrioritizedReplay "
+        "TaskSpace TaskWrapper TupleTaskSpace make_multiprocessing_curriculum "
     )
     assert done.stdout.split() == names.split()

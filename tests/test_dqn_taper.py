@@ -1,10 +1,12 @@
-"""algos/dqn_taper.py without its replay (tests/test_taper_replay.py): targets, tasks of all domains, runs, actors."""
+"""algos/dqn_taper.py, dqn_taper_minigrid.py, dqn_taper_crafter.py: targets, tasks of all domains, runs, actors. Their
+replay is tested beside its full form (tests/test_lean.py, tests/test_taper_replay.py)."""
 
 import math
 import multiprocessing
 import os
 import re
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import gymnasium as gym
@@ -13,16 +15,29 @@ import probe_envs  # noqa: F401  (registers Chain-v0 and others)
 import probe_tasks  # noqa: F401
 import pytest
 import torch
-from test_runs import TINY, Ended, assert_same, members, refusal, restored_signals, start, train, wait_for_updates  # noqa
+import tyro
+from test_runs import TINY, Ended, members, refusal, restored_signals, start, train, wait_for_updates  # noqa
+from test_runs import assert_same as assert_same_values
 
 from algos import dqn_taper as dqn
+from algos import dqn_taper_crafter as crafter
+from algos import dqn_taper_minigrid as mini
+from algos.ppo import pack
 
-TINY[dqn] = (
+TINY[dqn] = TINY[mini] = (
     "--num-envs 4 --num-steps 25 --total-timesteps 800 --learning-starts 100 --buffer-size 300 --episode-length 20 "
     "--eval-interval 4 --eval-episodes 2 --checkpoint-interval 2 --target-network-frequency 200 --hidden-size 16 "
     "--torch-threads 1 --progress none"
 )  # 8 updates of 100 steps; the replay wraps
+TINY[crafter] = f"--env-id probe_tasks:Tasks-v0 {TINY[dqn]}"
+ENVS = {dqn: "two-rooms-rare", mini: "MiniGrid-DoorKey-5x5-v0", crafter: "probe_tasks:Tasks-v0"}
 RNG = np.random.default_rng(0)
+ALL = pytest.mark.parametrize("script", [dqn, mini, crafter], ids=["two rooms", "minigrid", "tasks"])
+
+
+def assert_same(*states):
+    """Equal to the bit, but for the token and the lengths of the logs, in which times are."""
+    assert_same_values(*({k: v for k, v in state.items() if k not in ("token", "logs")} for state in states))
 
 
 # ---- Mathematics ----
@@ -65,11 +80,14 @@ def test_clip_norm():
 
 
 @pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("shape,dtype", [((5,), torch.float32), ((5, 5, 15), torch.uint8), ((64, 64, 3), torch.uint8)])
-def test_agent(shape, dtype, separate):
+@pytest.mark.parametrize("script,shape,dtype", [
+    (dqn, (5,), torch.float32), (crafter, (5,), torch.float32), (crafter, (5, 5, 15), torch.uint8),
+    (mini, (5, 5, 15), torch.uint8), (crafter, (64, 64, 3), torch.uint8), (crafter, (3, 64, 64), torch.float32),
+])  # fmt: skip
+def test_agent(script, shape, dtype, separate):
     """Shapes; separate networks do not touch each other; the flat vector is the parameters, and its step is theirs."""
     torch.manual_seed(0)
-    agent, twin = (dqn.Agent(shape, 4, 3, 32, separate) for _ in range(2))
+    agent, twin = (script.Agent(shape, 4, 3, 32, separate) for _ in range(2))
     twin.load_state_dict(agent.state_dict())
     weights, obs = dqn.flatten_parameters(agent), torch.rand(6, *shape)
     obs = (obs * 255).to(dtype)
@@ -102,7 +120,6 @@ def play(envs, action_rows):
         obs, _, terminated, truncated, info = envs.step(np.array(actions))
         tasks = info["task_rewards"].copy(), info["task_terminations"].copy()
         rows.append((obs, *tasks, terminated.copy(), truncated.copy(), info["final_obs"].copy()))
-        assert (info["final_mask"] == terminated | truncated).all()
     return rows
 
 
@@ -111,7 +128,7 @@ def test_events_pay_when_they_rise():
     events = {"odd": lambda obs, *_: obs[0] % 2 == 1, "start": lambda obs, *_: obs[0] < 2,
               "thirds": lambda obs, *_: obs[0] // 3, "reward": lambda obs, reward, *_: reward > 3,
               "end": lambda obs, reward, terminated, truncated, info, env: terminated}  # fmt: skip
-    env = dqn.EventTasks(gym.make("probe_envs:Chain-v0", length=6), events)
+    env = crafter.EventTasks(gym.make("probe_envs:Chain-v0", length=6), events)
     for _ in range(2):
         env.reset()
         rewards = []
@@ -122,7 +139,7 @@ def test_events_pay_when_they_rise():
         columns = [[i + 1 for i, x in enumerate(column) if x] for column in zip(*rewards)]
         assert columns == [[1, 3, 5], [], [3, 6], [3], [6]] and terminated
     with pytest.raises(ValueError, match="at least one event"):
-        dqn.EventTasks(env, {})
+        crafter.EventTasks(env, {})
 
 
 def test_two_rooms():
@@ -162,7 +179,7 @@ def test_two_rooms_by_chance():
 
 
 def test_minigrid_events():
-    envs = dqn.make_envs("MiniGrid-DoorKey-6x6-v0", np.random.SeedSequence(3).spawn(2), 50)
+    envs = mini.make_envs("MiniGrid-DoorKey-6x6-v0", np.random.SeedSequence(3).spawn(2), 50)
     names = ("pick-up-key", "put-down", "open-door", "close-door", "pass-door", "reach-goal")
     assert envs.task_names == names and envs.num_tasks == 6 and envs.obs_shape == (6, 6, 15)
     first = envs.reset()
@@ -200,7 +217,7 @@ def test_minigrid_events():
 
 def test_crafter():
     pytest.importorskip("crafter")
-    envs = dqn.make_envs("crafter", np.random.SeedSequence(3).spawn(1), 5)
+    envs = crafter.make_envs("crafter", np.random.SeedSequence(3).spawn(1), 5)
     assert envs.num_tasks == 22 and envs.obs_shape == (64, 64, 3) and envs.num_actions == 17
     first, names, env = envs.reset(), envs.task_names, envs.envs[0]
     game = env.unwrapped.game
@@ -210,10 +227,11 @@ def test_crafter():
         (row,) = play(envs, [[5]])  # do
         assert [names[j] for j in np.flatnonzero(row[1][0])] == ["collect_wood"]
     assert [bool(row[4][0]) for row in play(envs, [[0]] * 3)] == [False, False, True], "T = 5 steps"
-    assert (env.reset()[0] != first[0]).any()
-    again = dqn.make_envs("crafter", np.random.SeedSequence(3).spawn(1), 5)
+    envs.restart([0])
+    assert (envs.obs != first).any()
+    again = crafter.make_envs("crafter", np.random.SeedSequence(3).spawn(1), 5)
     assert first.dtype == np.uint8 and (again.reset() == first).all()
-    again.load_state_dict(envs.state_dict())  # of a later episode
+    again.load_state_dict(pack(envs.state_dict()))  # of a later episode
     assert (play(again, [[1]])[0][5] == env.step(1)[0]).all()
     game._player.health = 0
     _, _, terminated, truncated, _ = env.step(0)
@@ -225,8 +243,8 @@ def test_transitions_of_every_kind_of_end(control):
     """The replay gets the true last observation, and bootstraps past a truncation but not past a termination."""
     for env_id, length, kind in (("Chain-v0", 3, "terminated"), ("Tasks-v0", 4, "truncated")):
         module = "probe_envs" if kind == "terminated" else "probe_tasks"
-        envs = dqn.make_envs(f"{module}:{env_id}", [0, 1], 4 if control == "episodic" else None)
-        actor = dqn.Actor(envs, np.random.default_rng(0))
+        envs = crafter.make_envs(f"{module}:{env_id}", [0, 1], 4 if control == "episodic" else None)
+        actor = crafter.Actor(envs, np.random.default_rng(0))
         for t in range(20):
             step = actor.step()
             at = t if kind == "truncated" and control == "continuing" else t % length
@@ -251,16 +269,34 @@ def test_evaluation_ends_with_the_task():
             return np.zeros(len(obs), int)
 
     gym.register("ThreeTasks-v0", "probe_tasks:CountTasks", kwargs={"n": 3})
-    args = dqn.Args(env_id="ThreeTasks-v0", eval_episodes=2, episode_length=3)
-    rows = dqn.evaluate(Agent(), args)
+    args = crafter.Args(env_id="ThreeTasks-v0", eval_episodes=2, episode_length=3)
+    rows = crafter.evaluate(Agent(), args)
     expected = [("0", 1.0, 2, True), ("1", 1.0, 3, True), ("2", 0.0, 3, False)]
     assert [(row["task"], row["return"], row["length"], row["solved"]) for row in rows] == [
         row for row in expected for _ in range(2)
     ]
 
 
+@ALL
+def test_a_signal_ends_an_evaluation(script):
+    """At its next step, with the run's exit code."""
+    calls = []
+
+    def check():
+        calls.append(1)
+        if len(calls) == 3:
+            raise SystemExit(75)
+
+    args = script.Args(env_id=ENVS[script], eval_episodes=2)
+    with closing(script.make_envs(args.env_id, [0], 5)) as envs:
+        agent = script.Agent(envs.obs_shape, envs.num_actions, envs.num_tasks, 16)
+    with pytest.raises(SystemExit) as caught:
+        script.evaluate(agent, args, check)
+    assert caught.value.code == 75 and len(calls) == 3
+
+
 def test_epsilon_greedy_acts_for_a_task_per_episode():
-    envs = dqn.make_envs("probe_tasks:Tasks-v0", list(range(50)), 5)
+    envs = crafter.make_envs("probe_tasks:Tasks-v0", list(range(50)), 5)
 
     class Fixed:
         """Task 0 prefers action 0, task 1 action 1."""
@@ -268,7 +304,7 @@ def test_epsilon_greedy_acts_for_a_task_per_episode():
         def act(self, obs, tasks):
             return tasks
 
-    actor, tasks, actions = dqn.Actor(envs, np.random.default_rng(0), Fixed()), [], []
+    actor, tasks, actions = crafter.Actor(envs, np.random.default_rng(0), Fixed()), [], []
     for _ in range(10):
         tasks.append(actor.tasks.copy())
         actions.append(actor.step(epsilon=0.5)["action"])
@@ -280,17 +316,19 @@ def test_epsilon_greedy_acts_for_a_task_per_episode():
 
 
 @pytest.mark.parametrize("fault,found", [
-    ("nan", r"environment \d gave task rewards \[ *0. +nan\]"), ("grow", r"\(3,\).*must be \(2,\)"),
+    ("nan", r"environment \d, step 7 of the episode with seed \d+ gave task rewards \[ *0. +nan\]: not finite"),
+    ("huge", r"environment \d, step 7 .* gave task rewards \[0.e\+00 1.e\+39\]: not finite, or beyond float32"),
+    ("grow", r"\(3,\).*must be \(2,\)"),
     ("reset", r"task_terminations of shape \(3,\)"), ("strings", "<U1 and bool: .* numbers and bool"),
     ("shape", r"gave observation \[0. 0.\]: it must be finite, of shape \(1,\)"), ("float", "float64 and float64"),
     ("unequal", r"task_rewards of shape \(3,\) and task_terminations of shape \(2,\)"),
 ])  # fmt: skip
 def test_task_vectors_that_break_the_contract(tmp_path, fault, found):
-    assert re.search(found, refusal(dqn, tmp_path, f"--env-id probe_tasks:Tasks-{fault}-v0"))
+    assert re.search(found, refusal(crafter, tmp_path, f"--env-id probe_tasks:Tasks-{fault}-v0"))
 
 
 def test_a_task_that_holds_all_the_time_is_not_achieved(tmp_path, capsys):
-    row = train(dqn, tmp_path, "--env-id probe_tasks:Tasks-held-v0").rows()[-1]
+    row = train(crafter, tmp_path, "--env-id probe_tasks:Tasks-held-v0").rows()[-1]
     assert row["tasks/0/achieved"] == row["tasks/1/achieved"] == row["eval/success_mean"] == 0
     assert "never achieved 0, 1" in capsys.readouterr().err
 
@@ -301,42 +339,65 @@ def test_a_loss_that_is_not_finite_is_told(tmp_path, kind):
 
 
 def test_no_task(tmp_path):
-    assert "has no task: at least one is needed" in refusal(dqn, tmp_path, "--env-id probe_tasks:NoTask-v0")
+    assert "has no task: at least one is needed" in refusal(crafter, tmp_path, "--env-id probe_tasks:NoTask-v0")
 
 
 # ---- Arguments ----
 
 
+@ALL
 @pytest.mark.parametrize("given,found", [
-    ({"episode_length": 0}, "--episode-length 0: it must be a number between 1 and 300"),
-    ({"episode_length": 301}, "--episode-length 301: it must be a number between 1 and 300"),
-    ({"episode_length": 90}, "num_envs 4 x episode_length 90 = 360"), ({"batch_size": 301}, "--batch-size 301"),
-    ({"buffer_size": 0}, "--buffer-size 0"),
-    ({"train_frequency": 1, "batch_size": 99}, "--buffer-size 300 is less than the 396 transitions"),
-    ({"taper_eps": 0}, "--taper-eps 0"), ({"taper_eps": 2}, "at most 1"),
-    ({"num_actors": 3}, "--num-envs 3"), ({"num_actors": 5}, "--num-actors 5"), ({"gamma": math.nan}, "--gamma nan"),
+    ({"episode_length": 0}, "--episode-length 0: it must be a number at least 1"),
+    ({"episode_length": 90}, "num_envs 4 x episode_length 90 = 360"), ({"buffer_size": 0}, "--buffer-size 0"),
+    ({"taper_eps": 0}, "--taper-eps 0"), ({"taper_eps": 2}, "--taper-eps 2"), ({"gamma": math.nan}, "--gamma nan"),
+    ({"num_actors": 3}, "--num-actors 3 cannot share --num-envs 4"), ({"num_actors": 5}, "--num-actors 5"),
     ({"num_actors": 2, "behaviour": "eps-greedy"}, "use --num-actors 0"), ({"tau": 1.5}, "--tau 1.5"),
-    ({"env_id": "two-rooms-rar"}, "Nearest: two-rooms-rare"), ({"env_id": "MiniGrid-DoorKy-5x5-v0"}, "DoorKey-5x5"),
-    ({"env_id": "no_module:Thing-v0"}, "no_module"), ({"train_frequency": 0}, "--train-frequency 0"),
+    ({"train_frequency": 0}, "--train-frequency 0"), ({"per_beta": -0.1}, "--per-beta -0.1"),
     ({"total_timesteps": 1003}, "--total-timesteps 1003 ends before the first gradient step, at 1004"),
 ])  # fmt: skip
-def test_bad_arguments(given, found):
+def test_bad_arguments(script, given, found):
     with pytest.raises(ValueError, match=re.escape(found)) as caught:
-        dqn.Args(**{"num_envs": 4, "buffer_size": 300, "episode_length": 20} | given)
+        script.Args(**{"env_id": ENVS[script], "num_envs": 4, "buffer_size": 300, "episode_length": 20} | given)
     assert "\n" not in str(caught.value)
 
 
-def test_a_replay_that_does_not_fit(tmp_path):
-    message = refusal(dqn, tmp_path, "--buffer-size 1000000000000")
-    assert "--buffer-size 1000000000000" in message
-    assert re.search(
-        "takes .* MiB .* free: a capacity of \\d+ fits", refusal(dqn, tmp_path, "--buffer-size 2000000000")
-    )
+@pytest.mark.parametrize("script,env_id,found", [
+    (mini, "MiniGrid-DoorKy-5x5-v0", "Did you mean: `MiniGrid-DoorKey-5x5`"),
+    (mini, "CartPole-v1", "takes MiniGrid-..., dqn_taper_crafter.py other environments"),
+    (crafter, "no_module:Thing-v0", "no_module"), (crafter, "two-rooms-rare", "two-rooms-rare"),
+    (crafter, "CartPoleX-v1", "CartPoleX"),
+])  # fmt: skip
+def test_unknown_environments(script, env_id, found):
+    with pytest.raises(ValueError, match=f"--env-id {env_id}: .*{found}") as caught:
+        script.Args(env_id=env_id)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_set_of_tasks(capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(dqn.Args, args=["--env-id", "two-rooms-rar"])
+    assert "two-rooms-rare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [2_000_000_000, 1_000_000_000_000])
+@ALL
+def test_a_replay_that_does_not_fit(script, size, tmp_path):
+    message = refusal(script, tmp_path, f"--buffer-size {size}")
+    assert re.search(f"--buffer-size {size}: .* take .* MiB .* are free: a capacity of \\d+ fits", message)
+    each = {dqn: 2 * 19 * 4 + 4 * 6 + 33, mini: 2 * 5 * 5 * 15 + 6 * 6 + 33, crafter: 2 * 4 + 2 * 6 + 33}[script]
+    assert f" take {size * each / 2**20:,.1f} MiB of memory" in message
+
+
+@ALL
+def test_more_is_drawn_at_once_than_the_replay_holds(script, tmp_path):
+    """With replacement, so it simply works."""
+    run = train(script, tmp_path, "--batch-size 301 --train-frequency 1 --learning-starts 0 --total-timesteps 400")
+    assert run.rows()[-1]["losses/gradient_steps"] == 99
 
 
 # ---- Runs ----
 
-KINDS = pytest.mark.parametrize("kind", dqn.TaskPrioritizedReplay.KINDS)
+KINDS = pytest.mark.parametrize("kind", ["uniform", "per", "taper", "taper_td", "taper_shuffled"])
 
 
 @KINDS
@@ -347,7 +408,7 @@ def test_runs_repeat_and_go_on_to_the_bit(kind, tmp_path, capsys):
     assert one.repeatable() == two.repeatable() and one.rows("eval.jsonl") == two.rows("eval.jsonl")
     assert_same(one.state(), two.state())
     assert "replay: 300 transitions take" in capsys.readouterr().err
-    two.checkpoints()[-1].unlink()  # the replay's files are those of the end
+    two.checkpoints()[-1].unlink()
     (two.dir / "result.json").unlink()
     assert len(train(dqn, tmp_path / "b", flags).rows()) == 8
     assert one.repeatable() == two.repeatable()
@@ -358,19 +419,25 @@ def test_runs_repeat_and_go_on_to_the_bit(kind, tmp_path, capsys):
     assert sum(row[f"tasks/{name}/achieved"] for name in ("key", "door", "corner-8-0", "corner-8-8")) > 0
 
 
-def test_kill_and_signals(tmp_path):
-    """kill -9 and SIGTERM on the way: the same run as one that was left alone, with epsilon-greedy actions in
-    Gymnasium environments and separate networks."""
-    flags = ["--env-id probe_tasks:Tasks-v0 --behaviour eps-greedy --separate-networks --eval-interval 8"]
-    flags += ["--total-timesteps 1600"]
+@pytest.mark.parametrize("script,flags", [
+    (dqn, "--env-id two-rooms-mixed --behaviour eps-greedy --separate-networks --replay taper_td"),
+    (dqn, "--env-id two-rooms-mixed --replay taper_shuffled --control continuing --taper-reading first --tau 0.5"),
+    (crafter, "--env-id probe_tasks:Tasks-v0 --behaviour eps-greedy --separate-networks"),
+    (mini, "--env-id MiniGrid-DoorKey-5x5-v0 --replay per --behaviour eps-greedy"),
+    (mini, "--env-id MiniGrid-DoorKey-5x5-v0 --replay taper_td --control continuing --taper-reading first"),
+])  # fmt: skip
+def test_kill_and_signals(script, flags, tmp_path):
+    """kill -9 and SIGTERM on the way: the same run as one that was left alone."""
+    flags += " --eval-interval 8 --total-timesteps 3200"
     for number, rc in ((signal.SIGKILL, -9), (signal.SIGTERM, 75)):
-        process = start(dqn, tmp_path / "stopped", *flags, step_s=0.002)
+        process = start(script, tmp_path / "stopped", flags, step_s=0.002)
         wait_for_updates(process, tmp_path / "stopped", 3)
         process.send_signal(number)
         end = Ended(process)
         assert (end.rc, end.left, end.tracebacks) == (rc, [], 0) and end.seconds < 10, end
-    stopped, straight = train(dqn, tmp_path / "stopped", *flags), train(dqn, tmp_path / "straight", *flags)
-    assert len(straight.rows()) == 16 and straight.repeatable() == stopped.repeatable()
+    stopped, straight = train(script, tmp_path / "stopped", flags), train(script, tmp_path / "straight", flags)
+    assert len(straight.rows()) == 32 and straight.repeatable() == stopped.repeatable()
+    assert straight.rows("eval.jsonl") == stopped.rows("eval.jsonl")
     assert_same(straight.state(), stopped.state())
 
 
@@ -413,16 +480,9 @@ def test_target_updates_and_gradient_steps(tmp_path, monkeypatch):
         assert sum(row["losses/gradient_steps"] for row in run.rows()) == (run.rows()[-1]["global_step"] - 32) // 50
 
 
-def test_a_continuing_run_goes_on_to_the_bit(tmp_path):
+def test_a_continuing_run(tmp_path):
     """No reset, and a window of T steps: all that led to an achievement within it is marked."""
-    flags = "--control continuing --env-id MiniGrid-DoorKey-5x5-v0 --eval-interval 0 --checkpoint-interval 1"
-    run = train(dqn, tmp_path, flags)
-    rows, state = run.repeatable(), run.state()
-    run.checkpoints()[-1].unlink()
-    (run.dir / "result.json").unlink()
-    train(dqn, tmp_path, flags)
-    assert run.repeatable() == rows
-    assert_same(run.state(), state)
+    rows = train(mini, tmp_path, "--control continuing --eval-interval 0").rows()
     assert rows[-1]["charts/episodes"] < 8, "only the goal ends an episode; episodic, there are 40"
     assert rows[-1]["tasks/pick-up-key/achieved"] > 0 and rows[-1]["replay/achieving_share"] > 0
 
@@ -443,19 +503,69 @@ def test_schedules(tmp_path):
 def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path, monkeypatch):
     """While a checkpoint is written; the run then goes on from the one before, to the bit."""
     straight = train(dqn, tmp_path / "straight")
-    save, count = torch.save, []
+    fsync, count = os.fsync, []
 
-    def full(state, file):
+    def full(number):
         count.append(1)
-        if len(count) == 3:
+        if len(count) == 5:  # config.json, code.py, two checkpoints
             raise OSError(28, "No space left on device")
-        save(state, file)
+        fsync(number)
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert "No space left on device. What was there before is intact" in refusal(dqn, tmp_path / "full")
     again = train(dqn, tmp_path / "full")
     assert again.repeatable() == straight.repeatable()
     assert_same(again.state(), straight.state())
+
+
+# ---- Environments that misbehave ----
+
+
+class OneArray(gym.Env):
+    """Counts in one array that it hands out again and again; with `forgets`, each reset starts elsewhere."""
+
+    observation_space, action_space = gym.spaces.Box(0, 1e6, (1,), np.float32), gym.spaces.Discrete(2, start=5)
+    resets = 0
+
+    def __init__(self, forgets=False, render_mode=None):
+        self.array, self.forgets = np.zeros(1, np.float32), forgets
+
+    def reset(self, *, seed=None, options=None):
+        OneArray.resets += 1
+        self.array[:] = 100 * OneArray.resets if self.forgets else 0
+        return self.array, {}
+
+    def step(self, action):
+        assert action in (5, 6)
+        self.array += 1
+        return self.array, np.array([1.0]), False, False, {}
+
+
+gym.register("OneArray-v0", OneArray)
+gym.register("Forgets-v0", OneArray, kwargs={"forgets": True})
+
+
+def test_an_environment_that_reuses_its_array():
+    """The last observation is the true one, not the reset's (USE-01); a reward of shape (1,) is a number."""
+    envs = crafter.make_envs("OneArray-v0", [0, 1], 4)
+    envs.reset()
+    rows = play(envs, [[0, 1]] * 4)
+    assert [row[5].tolist() for row in rows] == [[[t]] * 2 for t in (1, 2, 3, 4)]
+    assert [row[0].tolist() for row in rows] == [[[t]] * 2 for t in (1, 2, 3, 0)]
+    assert rows[-1][4].all() and all((row[1] == 1).all() for row in rows)
+
+
+def test_an_environment_that_does_not_repeat_itself(capsys):
+    """A resume says so and starts new episodes: nothing of the old ones is glued to them (USE-04)."""
+    envs = (crafter.make_envs("Forgets-v0", [0, 1], 50) for _ in range(2))
+    actor, again = (crafter.Actor(each, np.random.default_rng(0)) for each in envs)
+    for _ in range(3):
+        actor.step()
+    again.load_state_dict(pack(actor.state_dict()))
+    assert again.envs.lost.all() and not again.envs.actions[0]
+    assert "environment 1 does not repeat itself; it begins a new episode" in capsys.readouterr().err
+    step = again.step()
+    assert (step["obs"] % 100 == 0).all() and (step["next_obs"] == step["obs"] + 1).all()
 
 
 # ---- Actors ----
@@ -465,7 +575,7 @@ def test_actors(tmp_path):
     """Ctrl-C, a killed actor and a killed learner: each ends within 10 s and leaves nothing; then the run goes on."""
     flags = "--num-actors 2 --total-timesteps 4800 --eval-interval 0 --env-id probe_tasks:Tasks-v0"
     for kind in ("sigint", "actor", "learner"):
-        process = start(dqn, tmp_path, flags, step_s=0.001)
+        process = start(crafter, tmp_path, flags, step_s=0.001)
         wait_for_updates(process, tmp_path)
         actors = [pid for pid in members(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(actors) == 2
@@ -478,7 +588,7 @@ def test_actors(tmp_path):
         assert (end.rc, end.left) == (rc, []) and end.tracebacks <= 1 and end.seconds < 10, (kind, end)
         if kind == "actor":
             assert re.search(r"error: worker actor 1 \(pid \d+\) died with exit code -9", end.err), end
-    run = train(dqn, tmp_path, flags)
+    run = train(crafter, tmp_path, flags)
     rows = run.rows()
     assert rows[-1]["global_step"] == 4800 and [row["charts/update"] for row in rows] == list(range(1, 49))
     assert rows[-1]["tasks/0/achieved"] > 1000 and max(row["async/queue_depth"] or 0 for row in rows) >= 1
@@ -489,19 +599,19 @@ def test_actors(tmp_path):
     ("raise", r"error: actor 0 failed:\nTraceback(.|\n)*environment \d, step 7 of the episode with seed \d+: "
               "ValueError: boom-44"),
     ("exit", r"error: actor 0 failed:\nTraceback(.|\n)*SystemExit"), ("die", r"actor 0 .*died with exit code 7"),
-    ("nan", r"error: actor 0 failed:\nenvironment \d gave task rewards \[ *0. +nan\]: not finite$"),
+    ("nan", r"error: actor 0 failed:\nenvironment \d, step 7 .* gave task rewards \[ *0. +nan\]: not finite.*$"),
 ])  # fmt: skip
 def test_an_actor_that_fails_is_named(tmp_path, fault, found):
-    with pytest.raises(dqn.RunError) as caught:
-        train(dqn, tmp_path, f"--num-actors 1 --env-id probe_tasks:Tasks-{fault}-v0")
+    with pytest.raises(crafter.RunError) as caught:
+        train(crafter, tmp_path, f"--num-actors 1 --env-id probe_tasks:Tasks-{fault}-v0")
     assert re.match(found, caught.value.code.removeprefix("error: worker ")), caught.value.code
     assert not multiprocessing.active_children()
 
 
 def test_an_actor_that_hangs_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(dqn.Actors, "TIMEOUT_S", 2)
-    monkeypatch.setattr(dqn.Actors, "CHUNK", 4)
-    message = refusal(dqn, tmp_path, "--num-actors 2 --env-id probe_tasks:Tasks-hang-v0 --num-envs 2")
+    monkeypatch.setattr(crafter.Actors, "TIMEOUT_S", 2)
+    monkeypatch.setattr(crafter.Actors, "CHUNK", 4)
+    message = refusal(crafter, tmp_path, "--num-actors 2 --env-id probe_tasks:Tasks-hang-v0 --num-envs 2")
     assert re.fullmatch(r"error: actor [01] \(process \d+\) has sent nothing for 2 s", message)
 
 

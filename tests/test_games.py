@@ -1,4 +1,4 @@
-"""The games, engines and measures of algos/appo_pfsp.py against slow oracles, OpenSpiel and PettingZoo."""
+"""The games of algos/appo_pfsp*.py, scripts/arena.py and scripts/play.py against slow oracles and OpenSpiel."""
 
 import importlib.util
 import itertools
@@ -11,8 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import tyro
 
 from algos import appo_pfsp as script
+from algos import appo_pfsp_openspiel as tree
+from scripts import arena
 
 ROOT = Path(__file__).parent.parent
 LINE_GAMES = ["connect_four", "tic_tac_toe"]
@@ -24,19 +27,22 @@ def needs(module):
     return pytest.mark.skipif(missing, reason=f"{module} is not installed")
 
 
-openspiel, pettingzoo, atari = needs("pyspiel"), needs("pettingzoo"), needs("multi_agent_ale_py")
+openspiel = needs("pyspiel")
 OF_OPENSPIEL = ["kuhn_poker", "leduc_poker", "goofspiel(num_cards=4)", "matrix_mp", "othello"]
 ALL = [*LINE_GAMES, "rps", "biased_rps", *(pytest.param(name, marks=openspiel) for name in OF_OPENSPIEL)]
-ALL += [pytest.param("connect_four_v3", marks=pettingzoo), pytest.param("texas_holdem_v4", marks=needs("rlcard"))]
-ALL += [pytest.param("chess_v6", marks=needs("chess")), pytest.param("pong_v3", marks=atari)]
 
 
 def seeds(count, seed=0):
     return np.random.SeedSequence(seed).spawn(count)
 
 
+def of(name):
+    """The script that plays the game."""
+    return tree if name in OF_OPENSPIEL else script
+
+
 def make(name, count, seed=0):
-    games = script.make_games(name, count)
+    games = of(name).make_games(name, count)
     games.reset(seeds(count, seed))
     return games
 
@@ -122,7 +128,7 @@ def test_line_games_follow_the_rules(name):
 
 @pytest.mark.parametrize("name", LINE_GAMES)
 def test_every_line_wins_and_nothing_else_does(name):
-    board, rules, rng = Board(name), script.LineRules(name), np.random.default_rng(0)
+    board, rules, rng = Board(name), script.LineGames(name, 0), np.random.default_rng(0)
     cells = np.array(list(itertools.product(range(board.rows), range(board.columns))))
     few = rng.random((3000, len(cells))) < rng.uniform(0.1, 0.6, (3000, 1))  # also boards that no game comes to
     wins = []
@@ -132,7 +138,7 @@ def test_every_line_wins_and_nothing_else_does(name):
             board.cells[row][column] = 0
         wins.append(board.wins(0))
     planes = few.reshape(-1, 1, board.rows, board.columns).repeat(2, 1)
-    bits = rules.boards(planes)
+    bits = arena.boards_of(rules, planes)
     np.testing.assert_array_equal(rules.won(bits[:, 0]), wins)
     np.testing.assert_array_equal(rules.planes(bits), planes)
     lines = [
@@ -172,9 +178,6 @@ def test_openings_are_random_moves_before_the_game():
     for *_, ended in play(games, 43, np.random.default_rng(0)):
         fresh = games.observe()[0].sum((1, 2, 3))[ended]
         np.testing.assert_array_equal(fresh, games.openings[ended])
-    games.openings[0] = 7
-    with pytest.raises(ValueError, match="connect_four can open with 0 to 6 random moves, not 7"):
-        games.reset(seeds(40))
 
 
 @openspiel
@@ -193,18 +196,6 @@ def test_line_games_are_those_of_openspiel(name):
                 states[i] = game.new_initial_state()
 
 
-@pettingzoo
-def test_connect_four_of_pettingzoo_is_the_same_game():
-    ours, theirs = make("connect_four", 4), make("connect_four_v3", 4)
-    assert (theirs.obs_shape, theirs.num_actions) == ((2, 6, 7), 7)
-    for player, obs, legal, actions, rewards, ended in play(ours, 90, np.random.default_rng(2)):
-        np.testing.assert_array_equal(theirs.player, player)
-        np.testing.assert_array_equal(theirs.observe()[0], obs)
-        np.testing.assert_array_equal(theirs.observe()[1], legal)
-        for found, expected in zip(theirs.step(actions), (rewards, ended)):
-            np.testing.assert_array_equal(found, expected)
-
-
 # ---- all families ----------------------------------------------------------------------------------------------------
 
 
@@ -218,8 +209,8 @@ def packed(state):
 @pytest.mark.parametrize("name", ALL)
 def test_games_that_are_not_told_to_move_stand_still(name):
     """Two games, moved one at a time, go as they do alone."""
-    steps, rng = 12 if name == "pong_v3" else 60, np.random.default_rng(0)
-    both, alone = make(name, 2), [script.make_games(name, 1) for _ in range(2)]
+    steps, rng = 60, np.random.default_rng(0)
+    both, alone = make(name, 2), [of(name).make_games(name, 1) for _ in range(2)]
     for games, seed in zip(alone, seeds(2)):
         games.reset([seed])
     for _ in range(steps):
@@ -235,10 +226,10 @@ def test_games_that_are_not_told_to_move_stand_still(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_state_goes_on_from_exactly_there(name, tmp_path):
-    count, steps = (1, 40) if name == "pong_v3" else (5, 47)
+    count, steps = 5, 47
     games, rng = make(name, count), np.random.default_rng(0)
-    assert script.game_spec(name) == (games.obs_shape, games.num_actions)
-    if name == "connect_four":
+    assert of(name).game_spec(name) == (games.obs_shape, games.num_actions)
+    if name in ("connect_four", "othello"):
         games.openings[:] = 3
     list(play(games, steps, rng))
     state = games.get_state()
@@ -246,7 +237,7 @@ def test_state_goes_on_from_exactly_there(name, tmp_path):
     rng_before = rng.bit_generator.state
     expected = list(play(games, steps, rng))
     for saved in (state, torch.load(tmp_path / "state.pt", weights_only=True)):
-        again = script.make_games(name, count)
+        again = of(name).make_games(name, count)
         again.set_state(saved)
         rng.bit_generator.state = rng_before
         found = list(play(again, steps, rng))
@@ -266,13 +257,9 @@ def test_illegal_actions_and_foreign_states_are_refused(name):
             games.step([int(before[1][0].argmax()), action])
     for found, expected in zip(games.observe(), before):
         np.testing.assert_array_equal(found, expected)
-    other = make("rps" if name != "rps" else "biased_rps", 2).get_state()
-    with pytest.raises(ValueError, match=r"a state of 2 games of \w*rps for 2 games of "):
-        games.set_state(other)
-    with pytest.raises(ValueError, match="a state of 2 games of .* for 3 games of "):
-        script.make_games(name, 3).set_state(games.get_state())
-    with pytest.raises(ValueError, match="3 seeds for 2 games"):
-        games.reset(seeds(3))
+    for call, given in ((of(name).make_games(name, 3).set_state, games.get_state()), (games.reset, seeds(3))):
+        with pytest.raises(ValueError, match=r"zip\(\) argument 2 is (shorter|longer) than argument 1"):
+            call(given)
 
 
 def test_a_full_column_is_an_illegal_action():
@@ -288,7 +275,7 @@ def test_a_full_column_is_an_illegal_action():
 @openspiel
 def test_each_game_has_its_own_chance():
     def deals(which, steps=60):
-        games, found = script.make_games("kuhn_poker", len(which)), []
+        games, found = tree.make_games("kuhn_poker", len(which)), []
         games.reset([seeds(6)[i] for i in which])
         for _ in range(steps):
             found.append(games.observe()[0])
@@ -317,7 +304,7 @@ def test_rock_paper_scissors_pays_its_matrix(name):
     assert ended.all() and not games.player.any()
 
 
-# ---- OpenSpiel, PettingZoo -------------------------------------------------------------------------------------------
+# ---- OpenSpiel -------------------------------------------------------------------------------------------------------
 
 
 @openspiel
@@ -332,7 +319,7 @@ def test_openspiel_games_are_openspiels(name):
     games, rng, finished = make(name, 3), np.random.default_rng(0), 0
     for _ in range(70):
         (obs, legal), player = games.observe(), games.player.copy()
-        histories = [one.state.history() for one in games.games]
+        histories = [state.history() for state in games.states]
         actions = random_actions(legal, rng)
         rewards, ended = games.step(actions)
         for i, history in enumerate(histories):
@@ -344,7 +331,7 @@ def test_openspiel_games_are_openspiels(name):
             assert obs[i].ravel().tolist() == pytest.approx(tensor + [player[i]] * (obs[i].size - len(tensor)))
             state.apply_action(int(actions[i]))
             if not ended[i]:
-                assert games.games[i].state.history()[: len(history) + 1] == state.history() and not rewards[i].any()
+                assert games.states[i].history()[: len(history) + 1] == state.history() and not rewards[i].any()
                 continue
             while state.is_chance_node():  # one that has a single outcome
                 state.apply_action(state.legal_actions()[0])
@@ -356,7 +343,7 @@ def test_openspiel_games_are_openspiels(name):
 @openspiel
 def test_openspiel_deals_by_its_probabilities():
     games = make("kuhn_poker", 3000)
-    cards = [tuple(one.state.history()) for one in games.games]
+    cards = [tuple(state.history()) for state in games.states]
     counts = [cards.count(deal) for deal in itertools.permutations(range(3), 2)]
     assert sum(counts) == 3000 and max(abs(np.array(counts) - 500)) < 4 * np.sqrt(500)
 
@@ -364,36 +351,25 @@ def test_openspiel_deals_by_its_probabilities():
 @openspiel
 def test_simultaneous_moves_are_hidden():
     games = make("goofspiel(num_cards=4)", 4)
-    games.set_state(make("goofspiel(num_cards=4)", 4).get_state() | {"seeds": [7] * 4})  # the same prizes
+    games.reset([7] * 4)  # the same prizes
     games.step(np.arange(4))
     assert games.player.all() and (games.observe()[0] == games.observe()[0][0]).all()
 
 
 @openspiel
-def test_rewards_that_do_not_sum_to_zero_are_refused(monkeypatch):
-    games = make("kuhn_poker", 2)
-    monkeypatch.setattr(games.games[1], "play", lambda action: ((1, 0), False))
-    with pytest.raises(RuntimeError, match=r"kuhn_poker is not zero-sum: it paid \[1.0, 0.0\]"):
-        games.step([0, 0])
-
-
-@atari
-def test_pong_shows_each_player_the_own_paddle_at_the_right():
-    games, rng = make("pong_v3", 1), np.random.default_rng(0)
-    ended, paid, steps = [False], 0.0, 0
-    while not ended[0] and steps < 3000:
-        first = games.observe()[0]
-        games.step([rng.integers(6)])
-        assert games.player[0] == 1 and first.dtype == np.uint8 and first.shape == (1, 4, 84, 84)
-        np.testing.assert_array_equal(games.observe()[0], first[..., ::-1])
-        rewards, ended = games.step([rng.integers(6)])
-        second = games.observe()[0]
-        if not ended[0]:
-            np.testing.assert_array_equal(second[0, :3], first[0, 1:])
-        paid, steps = paid + abs(rewards[0, 0]), steps + 1
-        if steps == 80:
-            break
-    assert paid > 0 and games.player[0] == 0
+def test_openings_of_openspiel_are_random_moves_too():
+    """A game that is over before its opening begins without one."""
+    games = tree.make_games("tic_tac_toe", 40)
+    games.openings[:] = np.arange(40) % 5
+    games.reset(seeds(40))
+    assert [len(state.history()) for state in games.states] == games.openings.tolist()
+    np.testing.assert_array_equal(games.player, games.openings % 2)
+    assert len({tuple(state.history()) for state in games.states[4::5]}) > 5
+    kuhn = tree.make_games("kuhn_poker", 40)
+    kuhn.openings[:] = 2
+    kuhn.reset(seeds(40))
+    assert {len(state.history()) - 2 for state in kuhn.states} == {0, 2}
+    assert games.most_openings == 9
 
 
 @pytest.mark.parametrize(
@@ -406,23 +382,30 @@ def test_pong_shows_each_player_the_own_paddle_at_the_right():
         pytest.param("first_sealed_auction", "is not a .* game: 2 players, general_sum", marks=openspiel),
         pytest.param("coordinated_mp", "coordinated_mp has neither an information state tensor", marks=openspiel),
         pytest.param("goofspiel(cards=4)", "OpenSpiel cannot load goofspiel", marks=openspiel),
-        pytest.param("rps_v2", "rps_v2 has 2 players and shows .*it takes 2 and an action_mask", marks=pettingzoo),
-        pytest.param("konnect_four_v3", "no game konnect_four_v3. Nearest: connect_four_v3", marks=pettingzoo),
-        pytest.param("hanabi_v5", "PettingZoo cannot make hanabi_v5: Hanabi depends on", marks=pettingzoo),
     ],
 )
 def test_other_games_are_refused(name, message):
     with pytest.raises(ValueError, match=message) as caught:
-        script.make_games(name, 1)
+        tree.make_games(name, 1)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name, module, extra", [("kuhn_poker", "pyspiel", "openspiel"), ("pong_v3", "cv2", "atari"),
-                                                 ("go_v5", "pettingzoo.classic", "pettingzoo")])  # fmt: skip
-def test_a_missing_package_is_one_line(name, module, extra, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=rf"{module}.* scripts/run --extra {extra} "):
-        script.make_games(name, 1)
+def test_an_unknown_game_is_named_with_those_that_there_are():
+    with pytest.raises(
+        ValueError, match="no game kuhn_poker.* connect_four, tic_tac_toe, rps, biased_rps. .*openspiel"
+    ):
+        script.make_games("kuhn_poker", 1)
+
+
+def test_a_missing_package_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyspiel", None)
+    with pytest.raises(ValueError, match="pyspiel.* scripts/run --extra openspiel ") as caught:
+        tree.make_games("breakthrough", 1)
+    assert "\n" not in str(caught.value)
+
+
+def rules(name):
+    return script.LineGames(name, 0)
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
@@ -455,7 +438,7 @@ def position(name, moves, rng):
 
 @pytest.mark.parametrize("name, depth, least", [("connect_four", 3, 14), ("tic_tac_toe", 9, 3), ("tic_tac_toe", 2, 2)])
 def test_alpha_beta_finds_the_moves_of_plain_search(name, depth, least):
-    engine, rng, decisive = script.alpha_beta(name, depth), np.random.default_rng(0), 0
+    engine, rng, decisive = arena.alpha_beta(rules(name), depth), np.random.default_rng(0), 0
     for _ in range(12):
         board, obs, legal = position(name, rng.integers(least, 2 * least), rng)
         values = [v if v is not None else -after for v, after in outcomes(board, depth)]
@@ -479,8 +462,8 @@ def scores(policy, opponent, name, moves):
 
 
 def test_minimax_never_loses_tic_tac_toe():
-    minimax = script.alpha_beta("tic_tac_toe", 9)
-    against_random = scores(minimax, script.random_policy, "tic_tac_toe", 40)
+    minimax = arena.alpha_beta(rules("tic_tac_toe"), 9)
+    against_random = scores(minimax, arena.random_policy, "tic_tac_toe", 40)
     assert len(against_random) > 200 and against_random.min() == 0 and against_random.mean() > 0.7
     assert not scores(minimax, minimax, "tic_tac_toe", 18).any()
 
@@ -492,27 +475,30 @@ def test_mcts_sees_a_win_and_a_threat():
     legal = np.ones((1, 7), bool)
     for expected in (0, 6):
         obs = board.planes()[None].astype(np.float32)
-        assert script.mcts("connect_four", 200)(obs, legal)[0].tolist() == np.eye(7)[expected].tolist()
+        assert arena.mcts(rules("connect_four"), 200)(obs, legal)[0].tolist() == np.eye(7)[expected].tolist()
         if expected == 0:
             board.cells[2][0] = 1  # the own column is blocked now: the other's has to be
             board.cells[0][3] = None
     batch = np.concatenate([obs, np.zeros_like(obs), obs])
-    probabilities = script.mcts("connect_four", 200)(batch, np.ones((3, 7), bool))
+    probabilities = arena.mcts(rules("connect_four"), 200)(batch, np.ones((3, 7), bool))
     assert probabilities[[0, 2]].argmax(1).tolist() == [6, 6] and probabilities.sum() == 3
 
 
 def test_the_playouts_of_mcts_tell_it_that_the_middle_is_best():
-    openings = script.mcts("connect_four", 200)(np.zeros((60, 2, 6, 7)), np.ones((60, 7), bool)).mean(0)
+    openings = arena.mcts(rules("connect_four"), 200)(np.zeros((60, 2, 6, 7)), np.ones((60, 7), bool)).mean(0)
     assert openings[3] > 0.3 and openings[2:5].sum() > 0.6 and openings[[0, 6]].max() < 0.25
 
 
 def test_mcts_is_better_with_more_simulations_and_repeats_itself():
-    rng, best, good, weak = np.random.default_rng(0), *(script.mcts("connect_four", count) for count in (100, 30, 5))
-    assert match_score(best, script.random_policy, "connect_four", 40) > 0.95
+    rng, best, good, weak = (
+        np.random.default_rng(0),
+        *(arena.mcts(rules("connect_four"), count) for count in (100, 30, 5)),
+    )
+    assert match_score(best, arena.random_policy, "connect_four", 40) > 0.95
     assert match_score(good, weak, "connect_four", 40) > 0.75
     obs, legal = position("connect_four", 4, rng)[1:]
     obs, legal = obs.repeat(20, 0), legal.repeat(20, 0)
-    one, other, again = (script.mcts("connect_four", 5, seed=seed)(obs, legal) for seed in (1, 2, 1))
+    one, other, again = (arena.mcts(rules("connect_four"), 5, seed=seed)(obs, legal) for seed in (1, 2, 1))
     assert (one == again).all() and (one != other).any()
 
 
@@ -520,113 +506,132 @@ def test_mcts_is_better_with_more_simulations_and_repeats_itself():
 
 
 def always(action):
-    return lambda obs, legal, games=None: np.eye(legal.shape[1])[np.full(len(obs), action)]
+    return lambda obs, legal: np.eye(legal.shape[1])[np.full(len(obs), action)]
 
 
 def match_score(*match):
-    return script.score(script.match(*match)[0])
+    policy_a, policy_b, *rest = match
+    return arena.score(arena.play_match(policy_a, policy_b, script, *rest)[0])
 
 
 def test_a_match_is_fair_in_seats():
     seen = {"a": [], "b": []}
 
     def spy(name, policy):
-        def spied(obs, legal, games):
-            seen[name] += zip(games.tolist(), obs.argmax(1).tolist())  # rps shows the seat
+        def spied(obs, legal):
+            seen[name].append(obs.argmax(1).tolist())  # rps shows the seat
             return policy(obs, legal)
 
         return spied
 
     paper, rock = spy("a", always(1)), spy("b", always(0))
-    returns, lengths = script.match(paper, rock, "rps", 22)
-    assert (returns == 1).all() and (lengths == 2).all() and script.score(returns) == 1
-    assert sorted(seen["a"]) == [(i, i % 2) for i in range(22)]
-    assert sorted(seen["b"]) == [(i, 1 - i % 2) for i in range(22)]
+    returns, lengths = arena.play_match(paper, rock, script, "rps", 22)
+    assert (returns == 1).all() and (lengths == 2).all() and arena.score(returns) == 1
+    assert seen["a"] == seen["b"] == [[0] * 11, [1] * 11]
     assert match_score(rock, paper, "rps", 22) == 0.0
     assert match_score(rock, rock, "rps", 22) == 0.5
-    assert (script.match(paper, always(2), "biased_rps", 4)[0] == -1).all()
+    assert (arena.play_match(paper, always(2), script, "biased_rps", 4)[0] == -1).all()
 
 
 def test_a_match_is_no_better_for_the_first_to_move_and_repeats_itself():
     assert make("connect_four", 1).player[0] == 0
-    assert abs(match_score(script.random_policy, script.random_policy, "connect_four", 1000) - 0.5) < 0.06
-    mixed = lambda obs, legal, games: np.array([[0.2, 0.5, 0.3]] * len(obs))  # noqa: E731
+    assert abs(match_score(arena.random_policy, arena.random_policy, "connect_four", 1000) - 0.5) < 0.06
+    mixed = lambda obs, legal: np.array([[0.2, 0.5, 0.3]] * len(obs))  # noqa: E731
     assert abs(match_score(mixed, always(0), "rps", 4000) - 0.6) < 0.04  # paper wins, rock draws
-    one, again, other = (script.match(mixed, always(0), "rps", 40, seed)[0].tolist() for seed in (1, 1, 2))
+    one, again, other = (arena.play_match(mixed, always(0), script, "rps", 40, seed)[0].tolist() for seed in (1, 1, 2))
     assert one == again != other
 
 
 def test_a_match_plays_one_game_at_each_place():
     asked = []
 
-    def policy(obs, legal, games):
-        asked.append(games.tolist())
-        return script.random_policy(obs, legal)
+    def policy(obs, legal):
+        asked.extend(obs.sum((1, 2, 3)).astype(int).tolist())  # the moves before
+        return arena.random_policy(obs, legal)
 
-    returns, lengths = script.match(policy, policy, "connect_four", 60)
-    moves = np.bincount(np.concatenate(asked), minlength=60)
-    np.testing.assert_array_equal(moves, lengths)
+    returns, lengths = arena.play_match(policy, policy, script, "connect_four", 60)
+    np.testing.assert_array_equal(np.bincount(asked), [(lengths > n).sum() for n in range(lengths.max())])
     assert lengths.min() >= 7 and len(set(lengths)) > 5 and set(returns) <= {-1, 0, 1}
     last_mover_is_a = (lengths % 2 == 1) == (np.arange(60) % 2 == 0)
     np.testing.assert_array_equal(returns[lengths < 42], np.where(last_mover_is_a, 1, -1)[lengths < 42])
 
 
-@pytest.mark.parametrize("number", [0, 1, 7])
-def test_a_match_takes_an_even_number_of_games(number):
-    with pytest.raises(ValueError, match=f"a match of {number} games"):
-        script.match(always(0), always(0), "rps", number)
-
-
 def test_a_policy_that_wants_an_illegal_move_is_named():
     with pytest.raises(RuntimeError, match="connect_four, game 0: player . took action 3, legal are"):
-        script.match(always(3), always(3), "connect_four", 2)
+        arena.play_match(always(3), always(3), script, "connect_four", 2)
 
 
 def test_round_robin_and_its_picture(tmp_path):
-    policies = [always(0), always(1), always(2), script.random_policy]
-    payoff = script.round_robin(policies, "rps", 40)
+    entrants = [always(0), always(1), always(2), arena.random_policy]
+    payoff, first = arena.round_robin(entrants, script, "rps", 40)
     np.testing.assert_array_equal(payoff[:3, :3], [[0.5, 0, 1], [1, 0.5, 0], [0, 1, 0.5]])
+    np.testing.assert_array_equal(first[:3, :3], payoff[:3, :3])
     np.testing.assert_allclose(payoff + payoff.T, 1)
-    script.plot_payoff(payoff, ["rock", "paper", "scissors", "random"], tmp_path / "payoff.png")
+    np.testing.assert_allclose((first + 1 - first.T) / 2, payoff)
+    arena.plot_payoff(payoff, ["rock", "paper", "scissors", "random"], tmp_path / "payoff.png")
     assert (tmp_path / "payoff.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_round_robin_tells_the_seats_apart():
+    """A policy that plays paper as the first player and rock as the second, against one who always plays rock."""
+    by_seat = lambda obs, legal: np.where(obs[:, :1] == 1, [[0, 1, 0]], [[1, 0, 0]])  # noqa: E731
+    payoff, first = arena.round_robin([always(0), by_seat], script, "rps", 10)
+    assert payoff.tolist() == [[0.5, 0.25], [0.75, 0.5]] and first.tolist() == [[0.5, 0.5], [1, 0.5]]
 
 
 def test_elo_finds_the_ratings_that_made_the_scores():
     ratings = np.array([1000, 1200, 900, 1750])
     payoff = 1 / (1 + 10 ** ((ratings - ratings[:, None]) / 400))
-    np.testing.assert_allclose(script.elo(payoff, 10**7), ratings, atol=0.1)
+    np.testing.assert_allclose(arena.elo(payoff, 10**7), ratings, atol=0.1)
     for score, number in ((0.75, 100), (1.0, 10), (0.0, 4)):
         expected = (score * number + 0.5) / (number + 1)
-        found = script.elo(np.array([[0.5, 1 - score], [score, 0.5]]), number)
+        found = arena.elo(np.array([[0.5, 1 - score], [score, 0.5]]), number)
         np.testing.assert_allclose(found, [1000, 1000 + 400 * np.log10(expected / (1 - expected))])
-    np.testing.assert_allclose(script.elo(np.full((5, 5), 0.5), 10), 1000)
-    assert script.elo(np.array([[0.5]]), 10).tolist() == [1000]
+    np.testing.assert_allclose(arena.elo(np.full((5, 5), 0.5), 10), 1000)
+    assert arena.elo(np.array([[0.5]]), 10).tolist() == [1000]
     cycle = np.array([[0.5, 0, 1], [1, 0.5, 0], [0, 1, 0.5]])
-    np.testing.assert_allclose(script.elo(cycle, 10), 1000)
+    np.testing.assert_allclose(arena.elo(cycle, 10), 1000)
+
+
+def test_elo_says_where_it_has_not_converged(capsys):
+    """Clean sweeps along a chain, of a million games a pair: thousands of points, which Newton's method still finds."""
+    n, games = 12, 10**6
+    payoff = np.tril(np.ones((n, n)), -1) + np.eye(n) / 2
+    ratings = arena.elo(payoff, games)
+    expected = 1 / (1 + 10 ** ((ratings - ratings[:, None]) / 400))
+    points, others = (games * payoff + 0.5), 1 - np.eye(n)
+    np.testing.assert_allclose((others * expected).sum(1) * (games + 1), (others * points).sum(1), rtol=2e-6)
+    assert np.diff(ratings).min() > 100 and capsys.readouterr().err == ""
+    arena.elo(payoff, games, rounds=3)
+    assert "warning: the Elo ratings have not converged" in capsys.readouterr().err
 
 
 # ---- NashConv --------------------------------------------------------------------------------------------------------
 
 
 def fixed(*probabilities):
-    return lambda obs, legal, games=None: np.array([probabilities] * len(obs), float)
+    return lambda obs, legal: np.array([probabilities] * len(obs), float)
 
 
 def test_nash_conv_of_rock_paper_scissors():
-    assert script.nash_conv("rps", [script.random_policy]) == pytest.approx(0)
+    assert script.nash_conv("rps", [arena.random_policy]) == pytest.approx(0)
     assert script.nash_conv("rps", [always(0)]) == 2
     assert script.nash_conv("rps", [always(0), always(1), always(2)]) == pytest.approx(0)
-    assert script.nash_conv("rps", [always(0), always(1)], [0.75, 0.25]) == pytest.approx(2 * 0.75)
+    assert script.nash_conv("rps", [*[always(0)] * 3, always(1)]) == pytest.approx(2 * 0.75)
     assert script.nash_conv("biased_rps", [fixed(1 / 4, 1 / 2, 1 / 4)]) == pytest.approx(0)
-    assert script.nash_conv("biased_rps", [script.random_policy]) == pytest.approx(2 / 3)
-    by_seat = lambda obs, legal, games=None: np.where(obs[:, :1] == 1, [[1, 0, 0]], [[0, 1, 0]])  # noqa: E731
+    assert script.nash_conv("biased_rps", [arena.random_policy]) == pytest.approx(2 / 3)
+    by_seat = lambda obs, legal: np.where(obs[:, :1] == 1, [[1, 0, 0]], [[0, 1, 0]])  # noqa: E731
     assert script.nash_conv("rps", [by_seat]) == 2  # rock can gain 2 by scissors, paper has nothing to gain
+
+
+def tree_nash_conv(name, policies):
+    return tree.nash_conv(name, policies, tree.information_states(name))
 
 
 def kuhn(table):
     """The policy that bets with table[player, card, what happened so far], from what a network sees."""
 
-    def policy(obs, legal, games=None):
+    def policy(obs, legal):
         bet = np.empty(len(obs))
         for row, seen in enumerate(obs):
             player, card, moves = seen[:2].argmax(), seen[2:5].argmax(), seen[5:11].reshape(3, 2)
@@ -646,12 +651,12 @@ def kuhn_equilibrium(alpha):
 
 @openspiel
 def test_nash_conv_of_known_policies():
-    assert script.nash_conv("kuhn_poker", [script.random_policy]) == pytest.approx(11 / 12)
-    assert script.nash_conv("leduc_poker", [script.random_policy]) == pytest.approx(4.747222222222222)
+    assert tree_nash_conv("kuhn_poker", [arena.random_policy]) == pytest.approx(11 / 12)
+    assert tree_nash_conv("leduc_poker", [arena.random_policy]) == pytest.approx(4.747222222222222)
     for alpha in (0, 0.1, 1 / 3):
-        assert script.nash_conv("kuhn_poker", [kuhn(kuhn_equilibrium(alpha))]) == pytest.approx(0, abs=1e-12)
+        assert tree_nash_conv("kuhn_poker", [kuhn(kuhn_equilibrium(alpha))]) == pytest.approx(0, abs=1e-12)
     wrong = kuhn_equilibrium(0.2) | {(1, 1, "b"): 0.5}  # calls too often with the queen: the jack never bluffs
-    assert script.nash_conv("kuhn_poker", [kuhn(wrong)]) > 0.02
+    assert tree_nash_conv("kuhn_poker", [kuhn(wrong)]) > 0.02
 
 
 def kuhn_value(first, second):
@@ -673,8 +678,8 @@ def test_a_league_is_averaged_in_sequence_form():
     rng, names = np.random.default_rng(0), list(kuhn_equilibrium(0))
     one, two, other = ({name: rng.random() for name in names} for _ in range(3))
     assert kuhn_value(kuhn_equilibrium(0.2), kuhn_equilibrium(0)) == pytest.approx(-1 / 18)
-    keys, obs, legal, parent, taken = script.information_states("kuhn_poker")
-    table = script.average([kuhn(one), kuhn(two)], [0.3, 0.7], parent, taken, obs, legal)
+    keys, obs, legal, parent, taken = tree.information_states("kuhn_poker")
+    table = tree.average([kuhn(one)] * 3 + [kuhn(two)] * 7, parent, taken, obs, legal)
     assert len(keys) == 12 and len(set(keys)) == 12
     rows = {(len(key) % 2 == 0, int(key[0]), key[1:]): row[1] for key, row in zip(keys, table)}
     mean = {(int(player), card, history): p for (player, card, history), p in rows.items()}
@@ -685,16 +690,13 @@ def test_a_league_is_averaged_in_sequence_form():
     passes = 0.3 * (1 - one[0, 0, ""]), 0.7 * (1 - two[0, 0, ""])
     right = (passes[0] * one[0, 0, "pb"] + passes[1] * two[0, 0, "pb"]) / sum(passes)
     assert mean[0, 0, "pb"] == pytest.approx(right) and abs(right - naive) > 0.01
-    for weights, member in (([1, 0], one), ([0, 1], two)):
-        found = script.nash_conv("kuhn_poker", [kuhn(one), kuhn(two)], weights)
-        assert found == pytest.approx(script.nash_conv("kuhn_poker", [kuhn(member)]))
-    equal = [kuhn(kuhn_equilibrium(alpha)) for alpha in (0, 1 / 6, 1 / 3)]
-    assert script.nash_conv("kuhn_poker", equal, [0.5, 0.2, 0.3]) == pytest.approx(0, abs=1e-12)
+    equal = [kuhn(kuhn_equilibrium(alpha)) for alpha in (0, 1 / 6, 1 / 6, 1 / 3)]
+    assert tree_nash_conv("kuhn_poker", equal) == pytest.approx(0, abs=1e-12)
 
 
 @openspiel
 def test_the_decisions_of_tic_tac_toe_are_shown_as_the_games_show_them():
-    keys, obs, legal, parent, taken = script.information_states("tic_tac_toe")
+    keys, obs, legal, parent, taken = arena.information_states("tic_tac_toe", script)
     assert len(keys) == 294778
     own, other = obs.reshape(-1, 2, 9).astype(bool).transpose(1, 0, 2)
     np.testing.assert_array_equal(legal, ~(own | other))
@@ -705,20 +707,14 @@ def test_the_decisions_of_tic_tac_toe_are_shown_as_the_games_show_them():
     assert not own[parent < 0].any()
 
 
-@pytest.mark.parametrize(
-    "policies, weights", [([], None), ([script.random_policy], [0.5, 0.5]), ([script.random_policy] * 2, [0.5, 0.6])]
-)
-def test_an_empty_league_or_bad_weights_are_refused(policies, weights):
-    with pytest.raises(ValueError, match=f"a league of {len(policies)} policies with weights"):
-        script.nash_conv("rps", policies, weights)
-
-
 @openspiel
-def test_games_without_an_exact_best_response_are_refused():
-    with pytest.raises(ValueError, match="nash_conv of leduc_poker: more than 1000 positions"):
-        script.information_states("leduc_poker", limit=1000)
-    with pytest.raises(ValueError, match="OpenSpiel does not tell its information states"):
-        script.nash_conv("pig", [script.random_policy])
+def test_games_without_an_exact_best_response_have_none():
+    assert tree.information_states("leduc_poker", limit=1000) is None and tree.information_states("pig") is None
+    for module, name in ((tree, "pig"), (script, "connect_four")):
+        with pytest.raises(SystemExit, match=f"--nash-conv: {name} has too many positions, or does not tell"):
+            arena.nash_conv(name, module, [arena.random_policy])
+    assert arena.nash_conv("rps", script, [always(0)]) == 2
+    assert arena.nash_conv("kuhn_poker", tree, [arena.random_policy]) == pytest.approx(11 / 12)
 
 
 # ---- scripts/play.py -------------------------------------------------------------------------------------------------
@@ -730,8 +726,12 @@ class Agent(torch.nn.Module):
         super().__init__()
         self.weights = torch.nn.Parameter(torch.zeros(num_actions))
 
-def as_policy(agent):
-    return lambda obs, legal, games=None: np.where(legal, agent.weights.detach().numpy(), 0)
+def flat_weights(agent):
+    return agent.weights.detach().numpy()
+
+def as_policies(snapshots, args):
+    (weights,) = snapshots
+    return [lambda obs, legal: np.where(legal, weights, 0)]
 """
 
 
@@ -795,9 +795,8 @@ def test_play_says_what_is_wrong(finished_run, tmp_path):
     newest = finished_run("tic_tac_toe") / "checkpoints" / "000000000002.pt"
     (tmp_path / "result.json").touch()
     closed = run_play(tmp_path, shell="<&-")
-    assert (
-        closed.returncode == 0 and closed.stdout.startswith("You are X") and closed.stdout.endswith("left the game\n")
-    )
+    says = f"Running the program that lies in the run: {tmp_path}/code.py\nYou are X"
+    assert closed.returncode == 0 and closed.stdout.startswith(says) and closed.stdout.endswith("left the game\n")
     assert run_play(tmp_path, shell="| true").stderr == "error: nobody reads the board any more\n"
     torch.save({"agent": {"weights": torch.ones(7)}}, newest)
     assert run_play(tmp_path).stderr.startswith(f"error: {newest} is not of this run's game and network")
@@ -809,3 +808,99 @@ def test_play_says_what_is_wrong(finished_run, tmp_path):
     (tmp_path / "config.json").write_text('{"args": {')
     assert run_play(tmp_path).stderr.startswith(f"error: {tmp_path}/config.json is damaged (JSONDecodeError")
     assert "--agent-first" in run_play("--help").stdout
+
+
+# ---- scripts/arena.py ------------------------------------------------------------------------------------------------
+
+TINY = ("--num-actors 0 --envs-per-actor 4 --batch-rollouts 4 --num-minibatches 1 --hidden-size 8 --num-steps 3 "
+        "--snapshot-interval 1 --league-size 4 --eval-episodes 2 --progress none --total-timesteps 60")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of finished runs by name."""
+    found = {}
+
+    def train(name, module, arguments):
+        folder = tmp_path_factory.mktemp(name)
+        module.train(tyro.cli(module.Args, args=[*f"{TINY} {arguments} --run-dir".split(), str(folder)]))
+        found[name] = next(folder.rglob("config.json")).parent
+
+    train("a", script, "--env-id tic_tac_toe")
+    train("b", script, "--env-id tic_tac_toe --seed 2 --hidden-size 4")
+    train("rps", script, "--env-id rps")
+    return found
+
+
+def run_arena(*arguments):
+    command = [sys.executable, "scripts/arena.py", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+def test_an_arena_of_one_run_plays_its_league(runs, tmp_path):
+    done = run_arena(runs["a"], "--engines", "random", "alphabeta9", "--snapshots", "3", "--games", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"Running the program that lies in the run: {runs['a']}/code.py\n| ")
+    table = json.loads((runs["a"] / "payoff.json").read_text())
+    assert len(table["labels"]) == 6 and table["labels"][:3] == ["random", "alphabeta9", "0"] and table["games"] == 4
+    assert table["labels"][4:] == ["5", "newest"]
+    payoff, first = np.array(table["payoff"]), np.array(table["first"])
+    np.testing.assert_allclose(payoff + payoff.T, 1)
+    assert payoff[1].min() >= 0.5 and payoff[1, 0] > 0.7 and table["elo"][0] == 1000 and first.shape == (6, 6)
+    assert (runs["a"] / "payoff.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[1:9]]
+    assert rows[0] == ["", "Elo", "score (as first, as second)", "against random", "against alphabeta9"]
+    assert [row[0] for row in rows[2:]] == table["labels"] and float(rows[7][4].split()[0]) == round(payoff[5, 1], 3)
+
+
+def test_the_newest_agent_and_the_snapshots_play_with_their_own_weights(runs, tmp_path):
+    """The arena's match is the match of the script's own policies."""
+    run_arena(runs["a"], "--snapshots", "2", "--games", "20", "--out", tmp_path, "--seed", "7")
+    args, module, agent, state = arena.load_agent(runs["a"])
+    league = state["league"]["agents"]
+    policies = module.as_policies([league[0], league[-1], module.flat_weights(agent)], args)
+    table = json.loads((tmp_path / "payoff.json").read_text())
+    for i in range(3):
+        for j in range(i):
+            returns, _ = arena.play_match(policies[i], policies[j], module, "tic_tac_toe", 20, 7)
+            assert table["payoff"][i][j] == arena.score(returns)
+
+
+def test_an_arena_of_several_runs(runs, tmp_path):
+    """Also of one with another network."""
+    arguments = [runs["a"], runs["b"], "--snapshots", "1", "--games", "4", "--greedy", "--out", tmp_path]
+    done = [run_arena(*arguments) for _ in range(2)]
+    assert done[0].returncode == 0 and done[0].stdout == done[1].stdout, done[0].stderr
+    labels = json.loads((tmp_path / "payoff.json").read_text())["labels"]
+    assert len(labels) == 4 and all(label.endswith(":0") for label in labels[::2])
+    assert [label.split("/")[-1].split("-")[0] for label in labels[1::2]] == ["seed1", "seed2"]
+
+
+def test_an_arena_measures_nash_conv(runs):
+    done = run_arena(runs["rps"], "--snapshots", "0", "--engines", "random", "--nash-conv")
+    result = json.loads((runs["rps"] / "result.json").read_text())
+    expected = (
+        f"NashConv {result['eval/nash_conv']:.4f}, of its league's average {result['eval/nash_conv_average']:.4f}"
+    )
+    assert expected in done.stdout
+
+
+def test_an_arena_says_what_is_wrong(runs, tmp_path):
+    for arguments, message in (
+        ([tmp_path], "is no folder of a run: it has no config.json"),
+        ([runs["a"], runs["rps"]], "the runs are not of one game"),
+        ([runs["a"], runs["a"]], "a run is given twice"),
+        ([runs["a"], "--engines", "stockfish"], "--engines stockfish: there are random, alphabeta<depth> and mcts"),
+        ([runs["rps"], "--engines", "mcts5"], "--engines mcts5: it plays connect_four and tic_tac_toe of"),
+        ([runs["a"], "--games", "3"], "--games 3: an even number"),
+    ):
+        done = run_arena(*arguments)
+        assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1, done
+
+
+def test_a_run_s_program_is_announced_before_it_runs(finished_run):
+    run = finished_run("tic_tac_toe")
+    (run / "code.py").write_text("raise SystemExit('here it runs')")
+    for done in (run_play(run), run_arena(run)):
+        assert done.stdout.endswith(f"Running the program that lies in the run: {run}/code.py\n")
+        assert done.stderr == "here it runs\n"

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from probe_envs import ChainEnv, EnvpoolLike
+from probe_envs import ChainEnv
 
 from algos import impala_popart as impala
+from algos import impala_popart_atari as atari
 
 DATA = Path(__file__).parent / "data"
 VTRACE, POPART = (json.loads((DATA / f"{name}.json").read_text()) for name in ("vtrace", "popart"))
@@ -115,16 +116,14 @@ def test_the_bootstrap_counts_once():
 # ---- The loss --------------------------------------------------------------------------------------------------------
 
 
-def random_batch(rng, T, B, A, N, dead_rate=0.2):
-    """The arguments of impala_loss by name, float64; the flags of dead steps are clear."""
+def random_batch(rng, T, B, A, N):
+    """The arguments of impala_loss by name, float64."""
     terminated, truncated = rng.random((2, T, B)) < 0.15
-    valid = rng.random((T, B)) > dead_rate
-    terminated, truncated = terminated & valid, truncated & valid
-    return {"logits": rng.normal(0, 1, (T, B, A)), "normalized": rng.normal(0, 1, (T + 1, B, N)),
+    normalized, next_normalized = rng.normal(0, 1, (2, T, B, N))
+    return {"logits": rng.normal(0, 1, (T, B, A)), "normalized": normalized, "next_normalized": next_normalized,
             "mu": rng.normal(0, 50, N), "sigma": rng.uniform(0.1, 9, N), "tasks": rng.integers(N, size=B),
             "actions": rng.integers(A, size=(T, B)), "behaviour_logits": rng.normal(0, 1, (T, B, A)),
-            "rewards": rng.normal(0, 5, (T, B)), "terminated": terminated, "truncated": truncated,
-            "valid": valid}  # fmt: skip
+            "rewards": rng.normal(0, 5, (T, B)), "terminated": terminated, "truncated": truncated}  # fmt: skip
 
 
 def run_loss(batch, ent_coef=0.0, vf_coef=1.0, **settings):
@@ -148,37 +147,38 @@ def test_loss_and_gradients_are_equations_11_and_12(rng, N):
         return np.exp(x) / np.exp(x).sum(-1, keepdims=True)
 
     pi, b = softmax(batch["logits"]), softmax(batch["behaviour_logits"])
-    chosen, mask = np.eye(A)[batch["actions"]], batch["valid"].astype(float)
+    chosen = np.eye(A)[batch["actions"]]
     rho = (pi * chosen).sum(-1) / (b * chosen).sum(-1)
-    n = np.stack([batch["normalized"][:, j, i] for j, i in enumerate(batch["tasks"])], 1)
+    n, next_n = (np.stack([batch[name][:, j, i] for j, i in enumerate(batch["tasks"])], 1)
+                 for name in ("normalized", "next_normalized"))  # fmt: skip
     mu, sigma = batch["mu"][batch["tasks"]], batch["sigma"][batch["tasks"]]
-    v = sigma * n + mu
+    v, next_v = sigma * n + mu, sigma * next_n + mu
     flags = batch["terminated"], batch["truncated"]
-    G, _ = vtrace_oracle(np.log(rho), batch["rewards"], v[:-1], v[1:], *flags, 0.9, *bars)
-    _, raw = vtrace_oracle(np.log(rho), batch["rewards"], v[:-1], v[1:], *flags, 0.9, bars[0], math.inf, bars[2])
-    G_pi = raw / rho + v[:-1]
-    advantage = np.minimum(bars[1], rho) * ((G_pi - mu) / sigma - n[:-1])
-    error = (G - mu) / sigma - n[:-1]
-    policy_loss = -(mask * advantage * np.log((pi * chosen).sum(-1))).sum()
+    G, _ = vtrace_oracle(np.log(rho), batch["rewards"], v, next_v, *flags, 0.9, *bars)
+    _, raw = vtrace_oracle(np.log(rho), batch["rewards"], v, next_v, *flags, 0.9, bars[0], math.inf, bars[2])
+    G_pi = raw / rho + v
+    advantage = np.minimum(bars[1], rho) * ((G_pi - mu) / sigma - n)
+    error = (G - mu) / sigma - n
+    policy_loss = -(advantage * np.log((pi * chosen).sum(-1))).sum()
     entropies = -(pi * np.log(pi)).sum(-1)
 
-    np.testing.assert_allclose(values, v[:-1], rtol=1e-12)
+    np.testing.assert_allclose(values, v, rtol=1e-12)
     np.testing.assert_allclose(targets, G, rtol=1e-10)
     np.testing.assert_allclose(parts["policy_loss"].item(), policy_loss, rtol=1e-10)
-    np.testing.assert_allclose(parts["value_loss"].item(), 0.5 * (mask * error**2).sum(), rtol=1e-10)
-    np.testing.assert_allclose(parts["entropy"].item(), (mask * entropies).sum() / mask.sum(), rtol=1e-10)
-    kl = (mask * (rho - 1 - np.log(rho))).sum() / mask.sum()
+    np.testing.assert_allclose(parts["value_loss"].item(), 0.5 * (error**2).sum(), rtol=1e-10)
+    np.testing.assert_allclose(parts["entropy"].item(), entropies.mean(), rtol=1e-10)
+    kl = (rho - 1 - np.log(rho)).mean()
     np.testing.assert_allclose(parts["approx_kl"].item(), kl, rtol=1e-10)
-    np.testing.assert_allclose(parts["clipfrac"].item(), (mask * (rho > bars[0])).sum() / mask.sum(), rtol=1e-6)
-    total = policy_loss + vf_coef * 0.5 * (mask * error**2).sum() - ent_coef * (mask * entropies).sum()
+    np.testing.assert_allclose(parts["clipfrac"].item(), (rho > bars[0]).mean(), rtol=1e-6)
+    total = policy_loss + vf_coef * 0.5 * (error**2).sum() - ent_coef * entropies.sum()
     np.testing.assert_allclose(loss.item(), total, rtol=1e-10)
 
-    by_pi = -(mask * advantage)[..., None] * (chosen - pi)
-    by_entropy = mask[..., None] * pi * (np.log(pi) + entropies[..., None])
+    by_pi = -advantage[..., None] * (chosen - pi)
+    by_entropy = pi * (np.log(pi) + entropies[..., None])
     np.testing.assert_allclose(by_logits, by_pi + ent_coef * by_entropy, rtol=1e-9, atol=1e-12)
-    by_n = np.zeros_like(batch["normalized"])  # no other head and no bootstrap row learns
+    by_n = np.zeros_like(batch["normalized"])  # no other head learns
     for j, i in enumerate(batch["tasks"]):
-        by_n[:-1, j, i] = -vf_coef * (mask * error)[:, j]
+        by_n[:, j, i] = -vf_coef * error[:, j]
     np.testing.assert_allclose(by_normalized, by_n, rtol=1e-9, atol=1e-12)
 
 
@@ -192,49 +192,26 @@ def test_updates_do_not_depend_on_the_scale_of_rewards(rng):
         assert quiet.abs().sum() > 1
 
 
-def test_dead_rows_change_nothing(rng):
-    """A dead row's action, reward and policy are no part of the loss; nor do they reach the rows around it."""
-    batch = random_batch(rng, 4, 1, 3, 1, dead_rate=0)
-    batch["terminated"][:], batch["truncated"][:] = False, [[False], [True], [False], [False]]
-    batch["valid"][2] = False
-    changed = {name: x.copy() for name, x in batch.items()}
-    changed["rewards"][2], changed["actions"][2] = 77.0, (batch["actions"][2] + 1) % 3
-    changed["logits"][2], changed["behaviour_logits"][2] = rng.normal(0, 3, (2, 1, 3))
-    before, after = (run_loss(x, 0.01, 0.5, gamma=0.9) for x in (batch, changed))
-    assert before[0] == after[0] and before[1] == after[1]
-    for old, new in zip(before[-2:], after[-2:]):
-        assert torch.equal(old, new) and not old[2].any()
-    assert before[-2][[0, 1, 3]].any(-1).all() and before[-1][[0, 1, 3]].any(-1).all()
-
-
-def test_a_batch_without_a_valid_row_has_no_gradient(rng):
-    batch = random_batch(rng, 2, 3, 4, 2, dead_rate=1.1)
-    loss, parts, *_, by_logits, by_normalized = run_loss(batch, 0.01, 0.5, gamma=0.9)
-    assert loss == 0 and not by_logits.any() and not by_normalized.any()
-    assert all(part.isfinite() for part in parts.values())
-
-
 def chain_unrolls(envs, V, T, unrolls, gamma):
-    """Steps chains under NEXT_STEP as an actor does and yields, an unroll: valid (T, B), and from the gradients of
-    impala_loss what each row was trained towards: advantages (rho = 1) and G - V."""
-    vector, B = EnvpoolLike(envs), len(envs)
-    obs = vector.reset()[0]
+    """Steps chains as an actor does, which restart in the step that ends an episode, and yields, an unroll, from the
+    gradients of impala_loss what each row (T, B) was trained towards: advantages (rho = 1) and G - V."""
+    obs, B = np.stack([env.reset()[0] for env in envs]), len(envs)
     for _ in range(unrolls):
-        rows = {name: [] for name in ("obs", "rewards", "terminated", "truncated", "valid")}
+        rows = {name: [] for name in ("obs", "next_obs", "rewards", "terminated", "truncated")}
         for _ in range(T):
             rows["obs"].append(obs)
-            rows["valid"].append(~np.array(vector.ended))
-            obs, *results = vector.step(np.zeros(B, int))
-            for name, x in zip(("rewards", "terminated", "truncated"), results):
+            next_obs, *results = (np.array(x) for x in zip(*(env.step(0)[:4] for env in envs)))
+            for name, x in zip(("next_obs", "rewards", "terminated", "truncated"), (next_obs, *results)):
                 rows[name].append(x)
-        rows["obs"].append(obs)
+            ended = results[1] | results[2]
+            obs = np.stack([env.reset()[0] if end else row for env, end, row in zip(envs, ended, next_obs)])
         rows = {name: np.stack(x) for name, x in rows.items()}
         batch = {"logits": np.zeros((T, B, 2)), "behaviour_logits": np.zeros((T, B, 2)), "mu": np.zeros(1),
                  "actions": np.zeros((T, B), int), "tasks": np.zeros(B, int), "sigma": np.ones(1),
-                 "normalized": V(rows.pop("obs").astype(np.float64))}  # fmt: skip
+                 "normalized": V(rows.pop("obs").astype(np.float64)),
+                 "next_normalized": V(rows.pop("next_obs").astype(np.float64))}  # fmt: skip
         *_, by_logits, by_normalized = run_loss(batch | rows, gamma=gamma)
-        assert not by_normalized[-1].any()
-        yield rows["valid"], -2 * by_logits[..., 0].numpy(), -by_normalized[:-1, :, 0].numpy()
+        yield -2 * by_logits[..., 0].numpy(), -by_normalized[:, :, 0].numpy()
 
 
 # Leaving s pays 2^s and V(s) = 2^(s+1): with gamma 0.5 each step but a terminal one has delta 2^s, the terminal step 2
@@ -242,42 +219,37 @@ def chain_unrolls(envs, V, T, unrolls, gamma):
 BY_DEATH = {"0": [1], "01": [2, 2], "012": [1, 0, -4], "1": [2], "12": [0, -4], "2": [-4]}
 BY_LIMIT = {"0": [1], "01": [2, 2], "012": [3, 4, 4], "1": [2], "12": [4, 4], "2": [4]}
 ENDLESS = {1: [1], 2: [2, 2], 3: [3, 4, 4], 4: [4, 6, 8, 8], 5: [5, 8, 12, 16, 16]}
-# The stretches that the unrolls of T steps see; "-" is the dead row: last, first, alone or in the middle of an unroll.
-STRETCHES = {1: ["0", "1", "2", "-", "0"], 2: ["01", "2-", "01"], 3: ["012", "-01", "2-0", "12-", "012"],
-             4: ["012-", "012-"], 5: ["012-0", "12-01", "2-012", "-012-"]}  # fmt: skip
+# The stretches that the unrolls of T steps see; an episode ends, and the next begins, at each "-" and after each 2.
+STRETCHES = {1: ["0", "1", "2", "0"], 2: ["01", "2-0", "12", "01"], 3: ["012", "012"], 4: ["012-0", "12-01", "2-012"],
+             5: ["012-01", "2-012-0", "12-012", "012-01"]}  # fmt: skip
 
 
 @pytest.mark.parametrize("T", STRETCHES)
 def test_every_way_an_episode_ends(T):
     chains = [ChainEnv(end=end) for end in ENDS]
     unrolls = chain_unrolls(chains, lambda s: 2.0 ** (s + 1), T, len(STRETCHES[T]), gamma=0.5)
-    for k, (seen, (valid, advantages, errors)) in enumerate(zip(STRETCHES[T], unrolls, strict=True)):
-        dead = [x == "-" for x in seen]
-        assert (~valid).T.tolist() == [dead, dead, dead, [False] * T]
+    for k, (seen, (advantages, errors)) in enumerate(zip(STRETCHES[T], unrolls, strict=True)):
         for trained in (advantages, errors):
-            death, limit = ([x for s in seen.split("-") if s for x in table[s]] for table in (BY_DEATH, BY_LIMIT))
-            columns = [trained[valid[:, i], i].tolist() for i in range(4)]
-            assert columns == [death, limit, death, [2 ** (T * k) * x for x in ENDLESS[T]]], f"unroll {k}"
-            assert not trained[~valid].any()
+            death, limit = ([x for s in seen.split("-") for x in table[s]] for table in (BY_DEATH, BY_LIMIT))
+            assert trained.T.tolist() == [death, limit, death, [2 ** (T * k) * x for x in ENDLESS[T]]], f"unroll {k}"
 
 
 def test_a_time_limit_is_not_a_death():
     chains = [ChainEnv(5, "truncated", lambda s: 1.0) for _ in range(2)]
-    for valid, advantages, errors in chain_unrolls(chains, lambda s: np.full_like(s, 10.0), 7, 3, gamma=0.9):
-        assert valid.any()
+    for advantages, errors in chain_unrolls(chains, lambda s: np.full_like(s, 10.0), 7, 3, gamma=0.9):
         np.testing.assert_allclose([advantages, errors], np.zeros((2, 7, 2)), atol=1e-12)
 
 
 def test_bootstraps_from_the_last_observation():
     """G = 200: 150 would be the value before the last step, 0 that of the observation after the reset."""
     chains = [ChainEnv(4, "truncated", lambda s: 0.0)]
-    ((_, advantages, errors),) = chain_unrolls(chains, lambda s: 100 * s, 5, 1, gamma=0.5)
+    ((advantages, errors),) = chain_unrolls(chains, lambda s: 100 * s, 5, 1, gamma=0.5)
     assert errors[3, 0] + 300 == advantages[3, 0] + 300 == 200
 
 
 def test_the_last_step_of_each_unroll_is_learned_from():
     chains = [ChainEnv(5, "endless", lambda s: float(s % 5 == 4)) for _ in range(3)]
-    for _, advantages, errors in chain_unrolls(chains, lambda s: 0 * s, 5, 4, gamma=0.5):
+    for advantages, errors in chain_unrolls(chains, lambda s: 0 * s, 5, 4, gamma=0.5):
         for trained in (advantages, errors):
             assert (trained[4] == 1).all() and np.count_nonzero(trained) == 15
             np.testing.assert_array_equal(trained[:, 0], [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1])
@@ -292,13 +264,11 @@ def popart(W, b, dtype=torch.float64, **settings):
     return layer
 
 
-def popart_oracle(W, b, mu, nu, targets, tasks, valid, beta, second_moment):
+def popart_oracle(W, b, mu, nu, targets, tasks, beta, second_moment):
     """Statistics (eq. 6) and output-preserving step (eq. 9 and 13) after each rollout, one by one."""
     W, b, mu, nu = (np.array(x, np.float64) for x in (W, b, mu, nu))
     for j, i in enumerate(tasks):
-        G = targets[valid[:, j], j]
-        if len(G) == 0:
-            continue
+        G = targets[:, j]
         sigma, old_mu = np.clip(np.sqrt(max(nu[i] - mu[i] ** 2, 0)), 1e-4, 1e6), mu[i]
         mu[i] = (1 - beta) * mu[i] + beta * np.mean(G)
         nu[i] = (1 - beta) * nu[i] + beta * (np.mean(G) ** 2 if second_moment == "sq-mean" else np.mean(G**2))
@@ -335,15 +305,14 @@ def test_popart_vectors(case, dtype, tolerance):
 @pytest.mark.parametrize("beta", [3e-4, 0.1])
 @pytest.mark.parametrize("T,B,N", [(1, 1, 1), (5, 40, 3), (20, 8, 6)])
 def test_one_step_for_a_batch_is_one_for_each_rollout(rng, T, B, N, beta, second_moment):
-    """Several batches with rollouts of the same task in a row, dead rows, and rollouts of dead rows alone."""
+    """Several batches with rollouts of the same task in a row."""
     W, b, mu, nu = rng.normal(0, 1, (N, 4)), rng.normal(0, 1, N), np.zeros(N), np.ones(N)
     layer = popart(W, b, beta=beta, second_moment=second_moment)
     for _ in range(5):
-        tasks, valid = rng.integers(N, size=B), rng.random((T, B)) < 0.7
+        tasks = rng.integers(N, size=B)
         targets = rng.normal(10.0**tasks, 3, (T, B))
-        valid[:, 0] &= B == 1
-        W, b, mu, nu = popart_oracle(W, b, mu, nu, targets, tasks, valid, beta, second_moment)
-        layer.update(np.where(valid, targets, np.nan), tasks, valid)
+        W, b, mu, nu = popart_oracle(W, b, mu, nu, targets, tasks, beta, second_moment)
+        layer.update(targets, tasks)
         np.testing.assert_allclose(layer.mu, mu, rtol=1e-12)
         np.testing.assert_allclose(layer.nu, nu, rtol=1e-12)
         np.testing.assert_allclose(layer.weight.detach(), W, rtol=1e-9)
@@ -416,9 +385,7 @@ def test_only_the_tasks_of_the_batch_are_touched(rng):
         layer.update(rng.normal(7, 3, (4, 57)), np.arange(57))
         layer.bias.data = torch.tensor(rng.normal(0, 1, 57), dtype=dtype)  # learned: no quotient by sigma
         before = {name: x.clone() for name, x in layer.state_dict().items()}
-        valid = np.ones((4, 3), bool)
-        valid[:, 2] = False
-        layer.update(rng.normal(70, 3, (4, 3)), [40, 1, 2], valid)
+        layer.update(rng.normal(70, 3, (4, 2)), [40, 1])
         for name, x in layer.state_dict().items():
             changed, others = (x != before[name]).reshape(57, -1), np.setdiff1d(np.arange(57), [1, 40])
             assert changed[[1, 40]].all() and not changed[others].any(), name
@@ -436,16 +403,18 @@ def test_statistics_are_buffers_that_keep_their_memory():
     other, features = impala.PopArt(4, 3), torch.ones(4, dtype=torch.float64)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(values(other, features), values(layer, features)) and other.mu[1] != 0
-    with pytest.raises(ValueError, match="'mean_sq': give 'sq-mean' or 'mean-sq'"):
-        impala.PopArt(4, 3, second_moment="mean_sq")
+    with pytest.raises(KeyError, match="mean_sq"):
+        impala.PopArt(4, 3, second_moment="mean_sq").update([[5.0]], [1])
 
 
 def test_no_gradient_reaches_statistics_targets_or_other_heads(rng):
     layer, T, B = impala.PopArt(5, 3, beta=0.1), 4, 2
     layer.update(rng.normal(50, 9, (T, 3)), [0, 1, 2])
     features = torch.randn(T + 1, B, 5, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    batch = {name: torch.as_tensor(x) for name, x in random_batch(rng, T, B, 4, 3, dead_rate=0).items()}
-    batch |= {"normalized": layer(features), "mu": layer.mu, "sigma": layer.sigma, "tasks": torch.tensor([2, 2])}
+    batch = {name: torch.as_tensor(x) for name, x in random_batch(rng, T, B, 4, 3).items()}
+    n = layer(features)
+    batch |= {"normalized": n[:-1], "next_normalized": n[1:], "mu": layer.mu, "sigma": layer.sigma}
+    batch["tasks"] = torch.tensor([2, 2])
     loss, _, old_values, targets = impala.impala_loss(**batch, gamma=0.9, ent_coef=0.01, vf_coef=0.5)
     assert not old_values.requires_grad and not targets.requires_grad
     loss.backward()
@@ -460,18 +429,18 @@ def test_a_learner_step_goes_in_the_papers_order(agent, monkeypatch, tmp_path):
     without PopArt keep mu = 0, sigma = 1, and one of them a single head."""
     record = []
 
-    def loss(logits, normalized, mu, sigma, tasks, *rest):
-        outputs = real_loss(logits, normalized, mu, sigma, tasks, *rest)
-        record.append(("loss", mu.clone(), sigma.clone(), tasks.clone(), outputs[3].clone(), rest[5].clone()))
+    def loss(logits, normalized, next_normalized, mu, sigma, tasks, *rest):
+        outputs = real_loss(logits, normalized, next_normalized, mu, sigma, tasks, *rest)
+        record.append(("loss", mu.clone(), sigma.clone(), tasks.clone(), outputs[3].clone()))
         return outputs
 
     def step(optimizer):
         real_step(optimizer)
         record.append(("step", optimizer.param_groups[0]["params"][-2].detach().clone()))  # W, of all parameters' end
 
-    def update(layer, targets, tasks, valid):
+    def update(layer, targets, tasks):
         before = {name: x.clone() for name, x in layer.state_dict().items()}
-        real_update(layer, targets, tasks, valid)
+        real_update(layer, targets, tasks)
         record.append(("update", before, {name: x.clone() for name, x in layer.state_dict().items()}))
 
     real_loss, real_step, real_update = impala.impala_loss, impala.RMSPropTF.step, impala.PopArt.update
@@ -486,9 +455,7 @@ def test_a_learner_step_goes_in_the_papers_order(agent, monkeypatch, tmp_path):
     assert [kind for kind, *_ in record] == kinds * updates
     mu, nu = np.zeros(3), np.ones(3)
     for k in range(updates):
-        (_, old_mu, old_sigma, tasks, targets, valid), (_, weight), *rest = record[
-            k * len(kinds) : (k + 1) * len(kinds)
-        ]
+        (_, old_mu, old_sigma, tasks, targets), (_, weight), *rest = record[k * len(kinds) : (k + 1) * len(kinds)]
         assert len(old_mu) == len(weight) == (1 if agent == "one_head" else 3)
         if agent != "popart":
             assert not old_mu.any() and (old_sigma == 1).all() and (agent == "multi_head") == bool(tasks.any())
@@ -497,8 +464,8 @@ def test_a_learner_step_goes_in_the_papers_order(agent, monkeypatch, tmp_path):
         np.testing.assert_allclose(old_mu, mu, rtol=1e-10)
         np.testing.assert_allclose(old_sigma, np.sqrt(nu - mu**2), rtol=1e-10)
         assert torch.equal(before["weight"], weight) and sorted(set(tasks.tolist())) == [0, 1, 2]
-        inputs = [x.numpy() for x in (targets, tasks, valid)]
-        W, b, mu, nu = popart_oracle(*(before[x].numpy() for x in ("weight", "bias")), mu, nu, *inputs, 0.1, "sq-mean")
+        inputs = [x.numpy() for x in (before["weight"], before["bias"], targets, tasks)]
+        W, b, mu, nu = popart_oracle(*inputs[:2], mu, nu, *inputs[2:], 0.1, "sq-mean")
         np.testing.assert_allclose(after["weight"], W, rtol=1e-5)
         np.testing.assert_allclose(after["bias"], b, rtol=1e-5, atol=1e-6)
 
@@ -531,29 +498,22 @@ def test_rmsprop_is_tensorflows(rng):
 # ---- Pixel control ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size,cells,corner", [((72, 96), (18, 24), (0, 0)), ((84, 84), (20, 20), (2, 2)),
-                                               ((64, 64), (16, 16), (0, 0)), ((35, 50), (8, 12), (1, 1))])  # fmt: skip
-def test_pixel_rewards(rng, size, cells, corner):
-    """The mean absolute change of each 4x4 cell, of the centre where the grid does not cover the picture."""
-    frames = rng.integers(256, size=(4, 2, 3, *size), dtype=np.uint8)
-    rewards = impala.pixel_rewards(torch.tensor(frames))
-    assert rewards.shape == (3, 2, *cells)
-    for t, b, i, j in itertools.product(range(3), range(2), (0, 1, cells[0] - 1), (0, 2, cells[1] - 1)):
-        y, x = corner[0] + 4 * i, corner[1] + 4 * j
-        cell = frames[:, b, :, y : y + 4, x : x + 4].astype(float) / 255
+def test_pixel_rewards(rng):
+    """The mean absolute change of each 4x4 cell of the central 80x80 pixels."""
+    frames = rng.integers(256, size=(4, 2, 84, 84), dtype=np.uint8)
+    rewards = atari.pixel_rewards(torch.tensor(frames[:-1]), torch.tensor(frames[1:]))
+    assert rewards.shape == (3, 2, 20, 20)
+    for t, b, i, j in itertools.product(range(3), range(2), (0, 1, 19), (0, 2, 19)):
+        cell = frames[:, b, 2 + 4 * i : 6 + 4 * i, 2 + 4 * j : 6 + 4 * j].astype(float) / 255
         np.testing.assert_allclose(rewards[t, b, i, j], np.abs(cell[t + 1] - cell[t]).mean(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [(72, 96), (84, 84), (64, 64), (35, 50)])
-def test_pixel_control_head_has_a_value_for_each_cell_and_action(size):
-    head = impala.PixelControlHead(10, 5, *size)
+def test_pixel_control_head_has_a_value_for_each_cell_and_action():
+    head = atari.PixelControlHead(10, 5)
     features = torch.randn(3, 2, 10, generator=torch.Generator().manual_seed(1))
     q = head(features)
-    cells = impala.pixel_rewards(torch.zeros(2, 1, 1, *size, dtype=torch.uint8)).shape[-2:]
-    assert q.shape == (3, 2, 5, *cells)
+    assert q.shape == (3, 2, 5, 20, 20)
     torch.testing.assert_close(head(features[1, 1]), q[1, 1])
-    if size == (72, 96):
-        assert head.hidden.out_features == 1728 and head.seed == (6, 9)
     # Duelling: the mean over actions is the value stream, so the advantage stream's bias cancels.
     with torch.no_grad():
         head.advantage.bias += 7
@@ -562,34 +522,28 @@ def test_pixel_control_head_has_a_value_for_each_cell_and_action(size):
         torch.testing.assert_close(head(features), q + 7)
 
 
-def test_pixel_control_needs_pixels():
-    with pytest.raises(ValueError, match="at least 32x32 pixels, not 31x64"):
-        impala.PixelControlHead(10, 5, 31, 64)
-
-
 def test_pixel_control_loss_and_gradient_are_its_definition(rng):
-    """Returns to the end of episode or unroll plus the discounted best action value, with each kind of boundary."""
-    T, B, A, h, w, gamma = 8, 6, 3, 2, 3, 0.9
-    q, rewards = rng.normal(0, 1, (T + 1, B, A, h, w)), rng.random((T, B, h, w))
+    """Returns to the end of episode or unroll plus the discounted best action value of what it led to, with each kind
+    of boundary."""
+    T, B, A, h, w, gamma = 8, 5, 3, 2, 3, 0.9
+    q, next_q, rewards = *rng.normal(0, 1, (2, T, B, A, h, w)), rng.random((T, B, h, w))
     actions = rng.integers(A, size=(T, B))
-    terminated, truncated, starts = (np.zeros((T, B), bool) for _ in range(3))
-    valid = np.ones((T, B), bool)
+    terminated, truncated = np.zeros((2, T, B), bool)
     terminated[3, 1] = truncated[3, 2] = terminated[3, 3] = truncated[3, 3] = True
-    valid[4, 1:4], starts[4, 1:4] = False, True  # the dead step of NEXT_STEP leads to the next episode
-    terminated[5, 4] = starts[5, 4] = True  # reset in the same step
-    truncated[T - 1, 5] = True
-    seen = torch.tensor(q, requires_grad=True)
-    loss = impala.pixel_control_loss(seen, *tensors(rewards, actions, terminated, truncated, valid, starts))
+    truncated[T - 1, 4] = True
+    within = ~(terminated | truncated)[:-1]
+    next_q[:-1][within] = q[1:][within]
+    seen, following = torch.tensor(q, requires_grad=True), torch.tensor(next_q, requires_grad=True)
+    loss = atari.pixel_control_loss(seen, following, *tensors(rewards, actions, terminated, truncated))
     loss.backward()
     expected, gradient = 0.0, np.zeros_like(q)
     for t, b in itertools.product(range(T), range(B)):
-        if not valid[t, b]:
-            continue
         last = next((k for k in range(t, T) if terminated[k, b] or truncated[k, b]), T - 1)
-        target = sum(gamma ** (k - t) * rewards[k, b] * (not starts[k, b]) for k in range(t, last + 1))
+        target = sum(gamma ** (k - t) * rewards[k, b] for k in range(t, last + 1))
         if not terminated[last, b]:
-            target = target + gamma ** (last + 1 - t) * q[last + 1, b].max(0)
+            target = target + gamma ** (last + 1 - t) * next_q[last, b].max(0)
         error = q[t, b, actions[t, b]] - target
         expected, gradient[t, b, actions[t, b]] = expected + 0.5 * (error**2).sum(), error
     np.testing.assert_allclose(loss.item(), expected, rtol=1e-12)
     np.testing.assert_allclose(seen.grad, gradient, rtol=1e-10, atol=1e-13)
+    assert following.grad is None

@@ -58,6 +58,11 @@ def test_cartpole_experiment(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_cartpole_experiment_leaves_what_is_published():
+    out = load("scripts/integrations/cleanrl_cartpole.py").Args().out
+    assert not (ROOT / out).resolve().is_relative_to(ROOT / "benchmark" / "results")
+
+
 def test_cartpole_evaluation():
     script = load("scripts/integrations/cleanrl_cartpole.py")
     controller = torch.nn.Linear(4, 2, bias=False)
@@ -132,7 +137,7 @@ def test_overhead(library, workload, module):
     pytest.importorskip(module if module != "syllabus" else "nle", reason=f"{module} is not installed")
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
-    out = run("benchmark/sync_overhead.py", *SMALL, "--libraries", library, "--workloads", workload, "--check")
+    out = run("benchmark/speed/sync_overhead.py", *SMALL, "--libraries", library, "--workloads", workload, "--check")
     assert "WRONG" not in out and "left out" not in out and "; 0 differences in what arrived" in out
     rows = table(out)
     base = "ray" if library == "ray" else "none"
@@ -143,7 +148,7 @@ def test_overhead(library, workload, module):
 
 
 def test_overhead_tells_what_is_lost_or_wrong(capsys, monkeypatch):
-    script = load("benchmark/sync_overhead.py")
+    script = load("benchmark/speed/sync_overhead.py")
     args = script.Args(processes=2, episodes=1, steps=50, check=True)
     script.measure(args, "ours", "observations", "cartpole", None)
     assert capsys.readouterr().out == ""
@@ -161,7 +166,7 @@ def test_overhead_tells_what_is_lost_or_wrong(capsys, monkeypatch):
 
 
 def test_overhead_of_the_channel():
-    out = run("benchmark/sync_overhead.py", "--channel", "--rounds", 1, "--seconds", 0.05, "--libraries", "ours")
+    out = run("benchmark/speed/sync_overhead.py", "--channel", "--rounds", 1, "--seconds", 0.05, "--libraries", "ours")
     rows = table(out)
     cases = [("episodes", "1"), ("episodes", "200"), ("steps", "200"), ("observations", "200")]
     assert [tuple(row[:3]) for row in rows] == [(*case, n) for case in cases for n in ("1", "4")]
@@ -173,5 +178,5 @@ def test_overhead_of_the_channel():
 
 
 def test_overhead_without_the_package_says_what_to_type():
-    out = run("benchmark/sync_overhead.py", "--libraries", "package", block="syllabus")
+    out = run("benchmark/speed/sync_overhead.py", "--libraries", "package", block="syllabus")
     assert "left out: package, because syllabus is not installed (.venv/bin/pip install --no-deps syllabus-rl" in out

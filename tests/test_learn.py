@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from algos import ppo, ppo_plr
+from algos import ppo, ppo_plr_minigrid
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -22,14 +22,14 @@ def test_ppo_learns_cartpole(seed, tmp_path):
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("curriculum", ["plr", "robust_plr"])
-def test_ppo_plr_learns_unseen_minigrid_levels(curriculum, seed, tmp_path):
+def test_ppo_plr_minigrid_learns_unseen_minigrid_levels(curriculum, seed, tmp_path):
     """A return of 0.8 of at most 1 on 50 held-out rooms after 41k steps on 50 others; it starts near 0.1."""
-    args = ppo_plr.Args(
+    args = ppo_plr_minigrid.Args(
         env_id="MiniGrid-Empty-Random-6x6-v0", curriculum=curriculum, seed=seed, num_levels=50, num_envs=16,
         num_steps=64, num_minibatches=4, total_timesteps=40_960, learning_rate=1e-3, gamma=0.99, eval_interval=0,
         final_eval_episodes=50, torch_threads=1, run_dir=tmp_path, progress="none",
     )  # fmt: skip
-    result = ppo_plr.train(args)
+    result = ppo_plr_minigrid.train(args)
     assert result["eval/return_mean"] >= 0.8
     (path,) = Path(tmp_path).rglob("metrics.jsonl")
     shares = [json.loads(line)["curriculum/learning_share"] for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The environments of algos/ppo_plr.py: levels by choice, the queue, worker processes; on real Procgen and MiniGrid."""
+"""The environments of algos/ppo_plr.py and ppo_plr_minigrid.py: levels by choice, the queue, worker processes."""
 
 import importlib.util
 import os
@@ -7,49 +7,62 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 
-from algos import ppo_plr as script
+from algos import ppo_plr, ppo_plr_minigrid
 
 MINIGRID = "MiniGrid-Dynamic-Obstacles-5x5-v0"  # ends in crashes, successes and time-outs (100 steps)
+
+
+def of(env_id):
+    return ppo_plr_minigrid if env_id.startswith("MiniGrid") else ppo_plr
+
+
+def makers(env_id, mode="easy"):
+    """What makes environments, given their number; the shape of what they show."""
+    if env_id.startswith("MiniGrid"):
+        return partial(ppo_plr_minigrid.MiniGridLevels, env_id), ppo_plr_minigrid.env_spec(env_id)[0]
+    return partial(ppo_plr.ProcgenLevels, env_id, distribution_mode=mode), ppo_plr.ProcgenLevels.OBS_SHAPE
 
 
 class Run:
     """Environments with a queue whose tasks, chosen at random from 0..num_tasks-1, are topped up after each step."""
 
-    def __init__(
-        self, make, env_id, num_envs=4, num_tasks=6, start_level=100, mode="easy", tasks=None, waiting=None, **options
-    ):
-        self.queue, self.rng, self.num_tasks = (
-            script.SyncQueue(num_envs, timeout=100),
-            np.random.default_rng(0),
-            num_tasks,
-        )
+    def __init__(self, kind, env_id, num_envs=4, num_tasks=6, start_level=100, mode="easy", tasks=None, waiting=None,
+                 **options):  # fmt: skip
+        script = of(env_id)
+        self.queue = script.SyncQueue(num_envs, timeout=100)
+        self.rng, self.num_tasks = np.random.default_rng(0), num_tasks
         self.num_envs, self.sent, self.records = num_envs, [[] for _ in range(num_envs)], []
         if waiting is not None:
             self.queue.load_state_dict(waiting)
         self.fill(tasks)
-        self.envs = make(env_id, self.queue, range(num_envs), start_level, mode, **options)
+        make, obs_shape = makers(env_id, mode)
+        self.envs = getattr(script, kind)(make, obs_shape, self.queue, range(num_envs), start_level, **options)
+
+    def reset(self):
+        self.envs.run("start")
+        return self.envs.records["obs"].copy()
 
     def fill(self, tasks=None):
         for env_id in range(self.num_envs):
-            while self.queue.tasks_waiting(env_id) < 2:
+            while self.queue.state_dict()["waiting"][env_id] < 2:
                 self.sent[env_id].append(int(self.rng.integers(self.num_tasks)) if tasks is None else tasks[env_id])
-                self.queue.put_task(env_id, self.sent[env_id][-1])
+                self.queue.put_task(env_id, (self.sent[env_id][-1], 0))
 
     def step(self, actions):
         outputs = self.envs.step(actions)
-        self.records += self.queue.drain().tolist()
+        self.records += [(i, int(task[0]), *rest) for i, task, *rest in self.queue.drain().tolist()]
         self.fill()
         return outputs
 
     def close(self):
         self.envs.close()
-        self.queue.close()
 
 
 @pytest.fixture
@@ -83,7 +96,7 @@ def same(a, b):
                                        ("jumper", "easy"), ("starpilot", "hard")])  # fmt: skip
 def test_each_procgen_episode_is_the_first_of_a_fresh_game(game, mode):
     """Frames, rewards, ends and success of 4 slots that switch levels at random, also across the whole seed range."""
-    rng, slots = np.random.default_rng(3), script.ProcgenLevels(game, 4, mode, cached_levels=3)
+    rng, slots = np.random.default_rng(3), ppo_plr.ProcgenLevels(game, 4, mode, cached_levels=3)
     level = [7, 7, 2**31 - 2, 123456789]
     for i in range(4):
         slots.set_level(i, level[i])
@@ -112,7 +125,7 @@ def test_each_procgen_episode_is_the_first_of_a_fresh_game(game, mode):
 
 
 def test_five_tasks_then_one_twice():
-    slots = script.ProcgenLevels("coinrun", 1)
+    slots = ppo_plr.ProcgenLevels("coinrun", 1)
     frames = []
     for level in (0, 1, 2, 3, 4, 3, 3):
         slots.set_level(0, level)
@@ -124,7 +137,7 @@ def test_five_tasks_then_one_twice():
 
 def test_reward_and_end_survive_the_next_level():
     """leaper pays 10 at its goal, in the very step that ends the episode."""
-    slots, paid = script.ProcgenLevels("leaper", 8), 0
+    slots, paid = ppo_plr.ProcgenLevels("leaper", 8), 0
     for i in range(8):
         slots.set_level(i, i)
     for _ in range(400):
@@ -139,10 +152,10 @@ def test_reward_and_end_survive_the_next_level():
     slots.close()
 
 
-@pytest.mark.parametrize("family,game", [("ProcgenLevels", "bossfight"), ("MiniGridLevels", MINIGRID)])
-def test_slots_go_on_from_their_state(family, game):
-    rng = np.random.default_rng(0)
-    slots = getattr(script, family)(game, 3)
+@pytest.mark.parametrize("game", ["bossfight", MINIGRID])
+def test_slots_go_on_from_their_state(game):
+    rng, make = np.random.default_rng(0), makers(game)[0]
+    slots = make(3)
     for i in range(3):
         slots.set_level(i, i)
 
@@ -157,7 +170,7 @@ def test_slots_go_on_from_their_state(family, game):
     state, rng_state, frame = slots.get_state(), rng.bit_generator.state, slots.obs.copy()
     assert all(s.dtype == np.uint8 and s.ndim == 1 for s in state)
     expected = list(play(slots, rng, 200))
-    other, rng.bit_generator.state = getattr(script, family)(game, 3), rng_state
+    other, rng.bit_generator.state = make(3), rng_state
     other.set_state(state)
     assert np.array_equal(other.obs, frame) and same(other.get_state(), state)
     assert all(same(x, y) for x, y in zip(expected, play(other, rng, 200), strict=True))
@@ -166,7 +179,7 @@ def test_slots_go_on_from_their_state(family, game):
 
 
 def test_minigrid_levels_are_seeds():
-    slots, env = script.MiniGridLevels(MINIGRID, 2), gym.make(f"minigrid:{MINIGRID}")
+    slots, env = ppo_plr_minigrid.MiniGridLevels(MINIGRID, 2), gym.make(f"minigrid:{MINIGRID}")
     for level in (5, 9, 5):
         slots.set_level(1, level)
         assert np.array_equal(slots.obs[1], env.reset(seed=level)[0]["image"])
@@ -177,17 +190,52 @@ def test_minigrid_levels_are_seeds():
 
 
 def test_ids(monkeypatch):
-    assert script.env_spec("bigfish") == ((64, 64, 3), 15)
-    assert script.env_spec(MINIGRID) == ((7, 7, 3), 3)
-    with pytest.raises(ValueError, match="--env-id bigfsh: .*bigfish"):
-        script.env_spec("bigfsh")
-    with pytest.raises(ValueError, match="MiniGrid-Empty-5x5-v0"):
-        script.env_spec("MiniGrid-Emty-5x5-v0")
+    assert ppo_plr_minigrid.env_spec(MINIGRID) == ((7, 7, 3), 3)
+    assert ppo_plr_minigrid.env_spec(f"minigrid:{MINIGRID}") == ((7, 7, 3), 3)
+    with pytest.raises(ValueError, match="--env-id MiniGrid-Emty-5x5-v0 .*MiniGrid-Empty-5x5"):
+        ppo_plr_minigrid.env_spec("MiniGrid-Emty-5x5-v0")
+    with pytest.raises(ValueError, match="--env-id CartPole-v1 has no image"):
+        ppo_plr_minigrid.env_spec("CartPole-v1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs procgen: pip install --no-deps procgen-mirror==0.10.7 gym3==0.3.3$"):
-        script.env_spec("bigfish")
+    with pytest.raises(ValueError, match="is missing: pip install --no-deps procgen-mirror==0.10.7 gym3==0.3.3$"):
+        ppo_plr.Args(env_id="bigfish")
     with pytest.raises(ValueError, match="needs minigrid: pip install minigrid"):
-        script.env_spec(MINIGRID)
+        ppo_plr_minigrid.env_spec(MINIGRID)
+
+
+class OddEnv(gym.Env):
+    """Shows floats, though its space says uint8, or one first frame whatever the level."""
+
+    def __init__(self, dtype=np.uint8):
+        self.observation_space = gym.spaces.Dict(image=gym.spaces.Box(0, 255, (7, 7, 3), np.uint8))
+        self.action_space, self.dtype = gym.spaces.Discrete(3), dtype
+
+    def reset(self, *, seed=None, options=None):
+        return {"image": np.full((7, 7, 3), 0.5, self.dtype)}, {}
+
+
+@pytest.fixture
+def odd_env():
+    def make(**options):
+        gym.register("MiniGrid-Odd-v0", OddEnv, kwargs=options)
+        return "MiniGrid-Odd-v0"
+
+    yield make
+    del gym.registry["MiniGrid-Odd-v0"]
+
+
+def test_observations_that_are_no_bytes_are_refused(start, odd_env):
+    run = start("LevelEnvs", odd_env(dtype=np.float32), num_envs=2)
+    with pytest.raises(RuntimeError, match="environment 0, task 5: TypeError: Cannot cast .* from dtype..float32.. to"):
+        run.reset()
+
+
+def test_an_environment_that_ignores_its_level_is_noticed(odd_env, capsys):
+    for env_id, noticed in ((odd_env(), True), ("MiniGrid-Empty-5x5-v0", True), ("MiniGrid-MultiRoom-N2-S4-v0", False)):
+        ppo_plr_minigrid.notice_equal_levels(makers(env_id)[0], 3, 50)
+        assert ("levels 3 to 12 all begin with the same frame" in capsys.readouterr().err) == noticed
+    ppo_plr_minigrid.notice_equal_levels(makers("MiniGrid-Empty-5x5-v0")[0], 0, 1)
+    assert capsys.readouterr().err == ""
 
 
 # ---- episodes and their tasks ----
@@ -195,16 +243,16 @@ def test_ids(monkeypatch):
 
 @pytest.mark.parametrize("env_id", ["bossfight", MINIGRID])
 def test_tasks_and_feedback(start, env_id):
-    run, rng = start(script.LevelEnvs, env_id), np.random.default_rng(0)
-    oracle = script.make_levels(env_id, 1, "easy")
-    obs = run.envs.reset()
+    run, rng = start("LevelEnvs", env_id), np.random.default_rng(0)
+    oracle = makers(env_id)[0](1)
+    obs = run.reset()
     playing, returns, lengths, expected = [sent[0] for sent in run.sent], np.zeros(4), np.zeros(4, int), []
     index = [0] * 4
     for _ in range(300):
         previous = obs
         obs, reward, terminated, truncated, info = run.step(rng.integers(3, size=4))
-        assert info["valid"].all() and info["task"].tolist() == playing
-        assert np.array_equal(info["final_mask"], truncated & ~terminated)
+        assert info["task"][:, 0].tolist() == playing and (env_id == MINIGRID or not truncated.any())
+        cut = truncated & ~terminated
         returns, lengths = returns + reward, lengths + 1
         for i in np.flatnonzero(terminated | truncated):
             expected.append((i, playing[i], returns[i], lengths[i]))
@@ -213,7 +261,7 @@ def test_tasks_and_feedback(start, env_id):
             oracle.set_level(0, 100 + playing[i])
             assert np.array_equal(obs[i], oracle.obs[0])  # the first frame of the next level
         if env_id == MINIGRID:  # the last frame of a truncated episode is a neighbour of the one before, not the next's
-            for i in np.flatnonzero(info["final_mask"]):
+            for i in np.flatnonzero(cut):
                 assert info["final_obs"][i].any() and lengths[i] == 0 and expected[-1][3] == 100
         assert previous is not obs and not np.shares_memory(previous, obs)
     assert len(expected) >= 8 and len({task for _, task, _, _ in expected}) > 3
@@ -225,14 +273,15 @@ def test_tasks_and_feedback(start, env_id):
 
 def test_truncated_minigrid_episode_shows_its_true_last_frame(start):
     """Turning left for ever ends every episode by time: both flags, the final frame and the feedback."""
-    run = start(script.LevelEnvs, "MiniGrid-Empty-5x5-v0", num_envs=2)  # 100 steps
+    run = start("LevelEnvs", "MiniGrid-Empty-5x5-v0", num_envs=2)  # 100 steps
     env = gym.make("minigrid:MiniGrid-Empty-5x5-v0")  # 99 left turns: the last frame is not a first one
-    run.envs.reset()
+    run.reset()
     env.reset(seed=100 + run.sent[1][0])
     for t in range(1, 101):
         obs, reward, terminated, truncated, info = run.step(np.zeros(2, int))
         final = env.step(0)[0]["image"]
-        assert (truncated.all(), terminated.any(), info["final_mask"].all()) == (t == 100, False, t == 100)
+        assert (truncated.all(), terminated.any()) == (t == 100, False)
+        assert np.array_equal(info["final_obs"][1], final)
     assert np.array_equal(info["final_obs"][1], final)
     assert [record[1:] for record in run.records] == [(run.sent[i][0], 0.0, 100, 0.0) for i in range(2)]
 
@@ -240,11 +289,11 @@ def test_truncated_minigrid_episode_shows_its_true_last_frame(start):
 def test_both_flags_mean_terminated(start):
     """A success in the very last step: terminated, so nothing is bootstrapped."""
     gym.register("MiniGrid-Short-v0", "minigrid.envs:EmptyEnv", kwargs={"size": 5, "max_steps": 5})
-    run = start(script.LevelEnvs, "MiniGrid-Short-v0", num_envs=1)
-    run.envs.reset()
+    run = start("LevelEnvs", "MiniGrid-Short-v0", num_envs=1)
+    run.reset()
     for action in (2, 2, 1, 2, 2):
         _, reward, terminated, truncated, info = run.step(np.array([action]))
-    assert terminated[0] and truncated[0] and reward[0] > 0 and not info["final_mask"][0]
+    assert terminated[0] and truncated[0] and reward[0] > 0
     assert run.records[0][3:] == (5, 1.0)
     del gym.registry["MiniGrid-Short-v0"]
 
@@ -252,28 +301,27 @@ def test_both_flags_mean_terminated(start):
 @pytest.mark.parametrize("env_id", ["bossfight", MINIGRID])
 def test_workers_equal_one_process_and_states_move_between_them(start, env_id):
     here, there = (
-        start(script.LevelEnvs, env_id, num_envs=5),
-        start(script.WorkerEnvs, env_id, num_envs=5, num_workers=2),
+        start("LevelEnvs", env_id, num_envs=5),
+        start("WorkerEnvs", env_id, num_envs=5, num_workers=2),
     )
     rng = np.random.default_rng(0)
-    assert np.array_equal(here.envs.reset(), there.envs.reset())
+    assert np.array_equal(here.reset(), there.reset())
 
     def compare(one, other, steps):
         for _ in range(steps):
             actions = rng.integers(3, size=5)
             *outputs, info = one.step(actions)
             *others, other_info = other.step(actions)
-            assert same(outputs, others) and same(list(info.values())[:3], list(other_info.values())[:3])
-            mask = info["final_mask"]
-            assert np.array_equal(info["final_obs"][mask], other_info["final_obs"][mask])
+            assert same(outputs, others) and info.keys() == other_info.keys()
+            assert same(info.values(), other_info.values())
         assert one.records == other.records
 
     compare(here, there, 150)
     assert len(here.records) > 5
     state, queue_state, rng_state = there.envs.state_dict(), there.queue.state_dict(), there.rng.bit_generator.state
-    assert all(np.array_equal(here.envs.state_dict()[name], state[name]) for name in script.LevelEnvs.EPISODE)
+    assert all(np.array_equal(here.envs.state_dict()[name], state[name]) for name in here.envs.EPISODE)
     assert same(here.envs.state_dict()["slots"], state["slots"])
-    targets = [(script.LevelEnvs, {}), (script.WorkerEnvs, {"num_workers": 3})]
+    targets = [("LevelEnvs", {}), ("WorkerEnvs", {"num_workers": 3})]
     for make, options in targets if env_id == MINIGRID else targets[:1]:
         resumed = start(make, env_id, num_envs=5, waiting=queue_state, **options)
         resumed.envs.load_state_dict(state)
@@ -302,52 +350,52 @@ def workers_of(run):
 
 @pytest.mark.parametrize("env_id,bad,text", [("bigfish", 2**31, "format requires"), (MINIGRID, -500, "[Ss]eed")])
 def test_error_in_a_worker(start, env_id, bad, text):
-    run = start(script.WorkerEnvs, env_id, tasks=[0, 1, 2, bad], num_workers=2)
+    run = start("WorkerEnvs", env_id, tasks=[0, 1, 2, bad], num_workers=2)
     pids = workers_of(run)
-    with pytest.raises(script.RunError, match=f"(?s)Traceback.*environment 3, task {bad}: .*({text})"):
-        run.envs.reset()
+    with pytest.raises(SystemExit, match=f"(?s)Traceback.*environment 3, task {bad}: .*({text})"):
+        run.reset()
     assert gone(pids, 5)
 
 
 def test_constructor_error_in_a_worker(start):
-    run = start(script.WorkerEnvs, "bigfish", mode="medium", num_workers=2)
-    with pytest.raises(script.RunError, match='"medium" is not a valid distribution mode'):
-        run.envs.reset()
+    run = start("WorkerEnvs", "bigfish", mode="medium", num_workers=2)
+    with pytest.raises(SystemExit, match='"medium" is not a valid distribution mode'):
+        run.reset()
 
 
 @pytest.mark.parametrize("when", ["idle", "waiting"])
 def test_killed_worker(start, when):
-    run = start(script.WorkerEnvs, MINIGRID, num_workers=2)
-    run.envs.reset()
+    run = start("WorkerEnvs", MINIGRID, num_workers=2)
+    run.reset()
     pids = workers_of(run)
     if when == "waiting":  # for a task that never comes
         for _ in range(100):
-            run.envs.step(np.full(4, 2)) if min(run.queue.tasks_waiting(i) for i in range(4)) else None
+            run.envs.step(np.full(4, 2)) if min(run.queue.state_dict()["waiting"]) else None
         subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {pids[1]}"])
     else:
         os.kill(pids[1], signal.SIGKILL)
         run.envs.workers[1][1].join()
     began = time.monotonic()
-    with pytest.raises(script.RunError, match=r"environments range\(2, 4\), tasks \[.*\]: died with exit code -9"):
+    with pytest.raises(SystemExit, match=r"environments range\(2, 4\), tasks \[.*\]: died with exit code -9"):
         for _ in range(1000):
             run.envs.step(np.full(4, 2))
     assert time.monotonic() - began < 10 and gone(pids, 5)
 
 
 def test_stopped_worker(start, monkeypatch):
-    monkeypatch.setattr(script.WorkerEnvs, "TIMEOUT_S", 1)
-    run = start(script.WorkerEnvs, MINIGRID, num_workers=2)
-    run.envs.reset()
+    run = start("WorkerEnvs", MINIGRID, num_workers=2)
+    run.reset()
+    monkeypatch.setattr(ppo_plr_minigrid.WorkerEnvs, "TIMEOUT_S", 1)
     pids = workers_of(run)
     os.kill(pids[1], signal.SIGSTOP)
-    with pytest.raises(script.RunError, match=r"environments range\(2, 4\), tasks \[.*\]: gave no answer for 1 s"):
+    with pytest.raises(SystemExit, match=r"environments range\(2, 4\), tasks \[.*\]: gave no answer for 1 s"):
         run.envs.step(np.full(4, 2))
     assert gone(pids, 5)
 
 
 def test_workers_leave_the_signals_of_the_group_to_the_parent(start):
-    run = start(script.WorkerEnvs, MINIGRID, num_workers=2)
-    run.envs.reset()
+    run = start("WorkerEnvs", MINIGRID, num_workers=2)
+    run.reset()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         for pid in workers_of(run):
             os.kill(pid, number)
@@ -359,8 +407,8 @@ def test_workers_leave_the_signals_of_the_group_to_the_parent(start):
 def test_close_leaves_nothing():
     counts = []
     for _ in range(4):
-        run = Run(script.WorkerEnvs, MINIGRID, num_workers=2)
-        run.envs.reset()
+        run = Run("WorkerEnvs", MINIGRID, num_workers=2)
+        run.reset()
         run.envs.close()
         run.envs.close()
         del run
@@ -373,9 +421,10 @@ MAIN = """
         queue = SyncQueue(4, prefetch=1000)
         for i in range(4):
             for k in range(1000):
-                queue.put_task(i, k)
-        envs = WorkerEnvs("MiniGrid-Empty-5x5-v0", queue, range(4), 0, "easy", num_workers=2)
-        envs.reset()
+                queue.put_task(i, (k, 0))
+        make_levels = partial(MiniGridLevels, "MiniGrid-Empty-5x5-v0")
+        envs = WorkerEnvs(make_levels, (7, 7, 3), queue, range(4), 0, num_workers=2)
+        envs.run("start")
         print(*(process.pid for _, process, _ in envs.workers), flush=True)
         if sys.argv[1] == "raises":
             raise KeyError("forgot to close")
@@ -389,7 +438,7 @@ MAIN = """
 
 def alone(tmp_path, mode):
     """The script alone in an empty folder, with a main."""
-    code = Path(script.__file__).read_text().split('if __name__ == "__main__":')[0]
+    code = Path(ppo_plr_minigrid.__file__).read_text().split('if __name__ == "__main__":')[0]
     (tmp_path / "experiment.py").write_text(code + textwrap.dedent(MAIN))
     command = [sys.executable, "experiment.py", mode]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

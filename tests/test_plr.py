@@ -229,7 +229,8 @@ def oracle_transform(name, x, seen, temperature, epsilon, offset):
     mass = dict.fromkeys(range(len(x)), 0.0)
     for place, i in enumerate(best_first):
         if name in ("rank", "match_rank"):
-            mass[i] = (place + 1) ** (-1 / temperature)
+            equal = [p + 1 for p, j in enumerate(best_first) if rated[j] == rated[i]]
+            mass[i] = sum(rank ** (-1 / temperature) for rank in equal) / len(equal)
         elif name in ("power", "match"):
             mass[i] = (max(rated[i], 0) + offset) ** (1 / temperature)
         elif name == "softmax":
@@ -351,13 +352,41 @@ def test_ranks_sort_levels_of_any_shape_of_scores():
         seen_plr(np.array([[3.0], [1.0], [2.0], [0.0]]))
 
 
-def test_ranks_are_among_seen_levels_and_ties_go_to_the_lowest_index():
+def test_ranks_are_among_seen_levels_and_equal_scores_share_the_mass_of_their_ranks():
     curriculum = put(
         PrioritizedLevelReplay(5, temperature=1.0, staleness_coef=0.0),
         scores=[0.0, -1.0, -3.0, -1.0, 0.0],
         unseen=[1, 0, 0, 0, 1],
     )
-    np.testing.assert_allclose(curriculum.sample_weights(), np.array([0, 1, 1 / 3, 1 / 2, 0]) / (11 / 6), rtol=1e-12)
+    np.testing.assert_allclose(
+        curriculum.sample_weights(), np.array([0, 3 / 4, 1 / 3, 3 / 4, 0]) / (11 / 6), rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.3])
+@pytest.mark.parametrize("transform", ["rank", "match_rank"])
+def test_200_levels_of_score_0_are_drawn_alike(transform, coef):
+    """Learnability before the first success: one of them had 89 % of the draws. Then one level stands out."""
+    options = {"score": "learnability", "score_transform": transform, "staleness_coef": coef, "seed": 1}
+    curriculum = seen_plr(np.zeros(200), **options)
+    np.testing.assert_allclose(curriculum.sample_weights(), 1 / 200, rtol=1e-12)
+    counts = frozen_draws(curriculum, 4000)
+    assert chisquare(counts).pvalue > 1e-4
+    scores = np.zeros(200)
+    scores[[7, 150]] = 0.5
+    put(curriculum, scores=scores)
+    weights = curriculum._score_weights()
+    assert weights[7] == pytest.approx(weights[150]) and weights[[7, 150]].sum() > 0.99
+    others = np.delete(weights, [7, 150])
+    np.testing.assert_allclose(others, others[0], rtol=1e-12)
+
+
+def test_draws_of_equal_scores_follow_the_distribution_and_take_one_number():
+    scores = np.array([3.0, 1.0, 1.0, 2.0, 1.0, 3.0, 0.0, -1.0, 0.0, 5.0])
+    curriculum = seen_plr(scores, temperature=2.0, staleness_coef=0.0, seed=3)
+    counts = frozen_draws(curriculum, 8000)
+    assert chisquare(counts, 8000 * curriculum.sample_weights()).pvalue > 1e-4
+    assert curriculum.rng.random() == np.random.default_rng(3).random(16001)[-1]  # replay or not, then which
 
 
 def test_all_unseen():

@@ -1,69 +1,94 @@
-"""The mathematics and the parts of algos/ppo.py against hand-computed numbers and independent oracles."""
+"""The mathematics and the parts of ppo.py and ppo_vector.py against hand-computed numbers and independent oracles."""
 
+import contextlib
 import io
 import json
 import math
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from probe_envs import VECTOR_MODES, ChainEnv, ShiftedChain, vector
+from probe_envs import ChainEnv, EnvpoolLike, OddRewards, ShiftedChain
 
-from algos import ppo
+from algos import ppo, ppo_vector
 
+SCRIPTS = pytest.mark.parametrize("script", [ppo, ppo_vector], ids=["ppo", "ppo_vector"])
+VECTOR_MODES = ["sync", "async", "envpool-like"]  # of ppo_vector.py
+MODES = ["ppo", *VECTOR_MODES]  # ppo: the environments of ppo.py, in its process
 GAE = json.loads((Path(__file__).parent / "data" / "gae.json").read_text())
 
 
 @pytest.fixture(autouse=True)
 def restored_signals():
-    numbers = signal.SIGTERM, signal.SIGUSR1
+    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
     handlers = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, handlers):
         signal.signal(number, handler)
 
 
+def script_of(mode):
+    return ppo if mode == "ppo" else ppo_vector
+
+
+def vector(mode, envs, make_ppo=ppo.Envs):
+    """The environments of a script around single ones, in one of MODES."""
+    seeds = np.random.SeedSequence(1).spawn(len(envs))
+    if mode == "ppo":
+        with mock.patch.object(gym, "make", lambda env_id, made=iter(envs): next(made)):
+            return make_ppo("", seeds)
+    if mode == "envpool-like":
+        return ppo_vector.VectorEnvs(EnvpoolLike(envs), seeds)
+    make = {"sync": gym.vector.SyncVectorEnv, "async": ppo_vector.AsyncEnvs}[mode]
+    makers = [lambda i=i, env=env: ppo_vector.Episodes(env, i) for i, env in enumerate(envs)]
+    return ppo_vector.VectorEnvs(make(makers, autoreset_mode=gym.vector.AutoresetMode.DISABLED), seeds)
+
+
+def begin(envs):
+    """The first observations; the environments of ppo.py have made them with themselves."""
+    return envs.obs.copy() if isinstance(envs, ppo.Envs) else envs.reset()
+
+
 @pytest.fixture
 def train(monkeypatch, tmp_path):
-    """train(mode, make, value, T, updates): runs `ppo.train` on the environments make(n) behind the vector mode, with
-    the critic value(obs). Returns a record an update: `valid` (T, N), gae's results, the trained advantages."""
+    """train(mode, make, value, T, updates): trains on the environments make(n) in that mode, with the critic
+    value(obs). Returns a record an update: gae's results, the trained advantages."""
 
     def run(mode, make, value, T, updates, num_envs=1, **args):
-        records, valid = [], []
+        records, script = [], script_of(mode)
 
         def gae(*inputs):
             advantages, returns = real_gae(*inputs)
-            records.append({"advantages": advantages, "returns": returns, "valid": np.array(valid), "trained": []})
-            valid.clear()
+            records.append({"advantages": advantages, "returns": returns, "trained": []})
             return advantages, returns
 
         def ppo_loss(*inputs):
             records[-1]["trained"] += inputs[5].tolist()
             return real_loss(*inputs)
 
-        class Agent(ppo.Agent):
+        class Agent(script.Agent):
             def forward(self, obs):
                 return self.policy(obs), value(obs)
 
-        def step(self, reward, ended, is_valid):
-            valid.append(is_valid.copy())
-            real_step(self, reward, ended, is_valid)
+        def make_envs(env_id, *options, check=None):
+            return vector(mode, make(len(options[-1])))
 
-        real_gae, real_loss, real_step = ppo.gae, ppo.ppo_loss, ppo.EpisodeStats.step
+        real_gae, real_loss = script.gae, script.ppo_loss
         with monkeypatch.context() as patch:
-            patch.setattr(ppo, "gae", gae)
-            patch.setattr(ppo, "ppo_loss", ppo_loss)
-            patch.setattr(ppo, "Agent", Agent)
-            patch.setattr(ppo.EpisodeStats, "step", step)
-            patch.setattr(ppo, "make_envs", lambda env_id, mode_, seeds, *_: vector(ppo, mode, make(len(seeds))))
+            patch.setattr(script, "gae", gae)
+            patch.setattr(script, "ppo_loss", ppo_loss)
+            patch.setattr(script, "Agent", Agent)
+            patch.setattr(script, "evaluate", lambda *_: [{"return": 0.0, "length": 1}])
+            patch.setattr(script, "Envs" if script is ppo else "make_envs", make_envs)
             defaults = {"num_minibatches": 1, "update_epochs": 1, "norm_adv": False, "eval_episodes": 1}
             defaults |= {"eval_interval": 0, "progress": "none", "run_dir": tmp_path / "runs"}
             shape = {"num_envs": num_envs, "num_steps": T, "total_timesteps": updates * T * num_envs}
-            ppo.train(ppo.Args(**defaults | shape | args))
+            script.train(script.Args(**defaults | shape | args))
         return records
 
     return run
@@ -86,6 +111,11 @@ def test_gae_counts_the_bootstrap_once():
     np.testing.assert_allclose(returns, advantages + 0.5, rtol=1e-12)
 
 
+def test_gae_does_not_truncate_integers():
+    advantages, _ = ppo.gae([[1], [1]], [[0], [0]], [[0], [0]], [[0], [0]], [[0], [0]], 1, 0.95)
+    assert advantages.tolist() == [[1.95], [1.0]]
+
+
 # A chain pays 2^s and the critic says V(s) = 2^(s+1): with gamma 0.5 every step but a terminal one has delta 2^s, and
 # the terminal step 2 has 4 - V(2) = -4. With lambda 0.5 the trace decays by 0.25. Advantages of a stretch of states:
 ENDING_IN_DEATH = {"0": [1], "01": [1.5, 2], "012": [1.25, 1, -4], "12": [1, -4], "1": [2], "2": [-4]}
@@ -93,26 +123,15 @@ ENDING_BY_LIMIT = {"0": [1], "01": [1.5, 2], "012": [1.75, 3, 4], "12": [3, 4], 
 # An environment that never ends goes on by T states an update, and each state's delta is twice the one before.
 ENDLESS = {1: [1], 2: [1.5, 2], 3: [1.75, 3, 4], 4: [1.875, 3.5, 6, 8]}
 ENDS = ["terminated", "truncated", "both", "endless"]
-# The states that the updates see, by autoreset mode and T. NEXT_STEP has a dead step after state 2: at T=2 it ends the
-# second rollout, at T=3 it starts the second one and is inside the third.
-STRETCHES = [
-    ("same", 1, ["0", "1", "2", "0"]),
-    ("same", 2, ["01", "2 0", "12"]),
-    ("same", 3, ["012", "012"]),
-    ("same", 4, ["012 0", "12 01"]),
-    ("next", 1, ["0", "1", "2"]),
-    ("next", 2, ["01", "2", "01"]),
-    ("next", 3, ["012", "01", "2 0", "12"]),
-    ("next", 4, ["012", "012"]),
-]
+# The states that the updates see, by T.
+STRETCHES = {1: ["0", "1", "2", "0"], 2: ["01", "2 0", "12"], 3: ["012", "012"], 4: ["012 0", "12 01"]}
 
 
 @pytest.mark.parametrize(
     "mode,T,stretches",
-    [(mode, T, s) for mode in VECTOR_MODES for kind, T, s in STRETCHES
-     if kind == ("same" if "same" in mode else "next") and (T == 3 or "async" not in mode)],
+    [(mode, T, s) for mode in MODES for T, s in STRETCHES.items() if T == 3 or mode != "async"],
     ids=lambda x: str(x) if not isinstance(x, list) else "",
-)  # fmt: skip
+)
 def test_every_way_an_episode_ends_gives_the_same_advantages_in_every_mode(train, mode, T, stretches):
     records = train(mode, lambda n: [ChainEnv(end=end) for end in ENDS[:n]],
                     lambda obs: torch.ldexp(torch.full((len(obs),), 2.0), obs[:, 0].int()),
@@ -122,12 +141,12 @@ def test_every_way_an_episode_ends_gives_the_same_advantages_in_every_mode(train
         death = [a for stretch in seen.split() for a in ENDING_IN_DEATH[stretch]]
         limit = [a for stretch in seen.split() for a in ENDING_BY_LIMIT[stretch]]
         endless = [a * 2 ** (T * update) for a in ENDLESS[T]]
-        columns = [record["advantages"][record["valid"][:, i], i].tolist() for i in range(4)]
+        columns = [record["advantages"][:, i].tolist() for i in range(4)]
         assert columns == [death, limit, death, endless], f"update {update}"
         assert sorted(record["trained"]) == sorted(death + limit + death + endless), f"update {update}"
 
 
-@pytest.mark.parametrize("mode", VECTOR_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_time_limit_is_not_a_death(train, mode):
     """V = 10 is exact for a reward of 1 for ever under gamma 0.9, so nothing is surprising at the cut."""
 
@@ -138,7 +157,7 @@ def test_a_time_limit_is_not_a_death(train, mode):
         np.testing.assert_allclose(record["advantages"], np.zeros((5, 1)), atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", VECTOR_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_bootstraps_from_the_last_observation(train, mode):
     """150 would be the value before the last step, 0 that of the observation after the reset."""
 
@@ -149,7 +168,7 @@ def test_bootstraps_from_the_last_observation(train, mode):
     assert record["returns"][3, 0] == 200
 
 
-@pytest.mark.parametrize("mode", VECTOR_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_the_last_step_of_each_rollout_is_learned_from(train, mode):
     def chains(n):
         return [ChainEnv(5, "endless" if n == 2 else "terminated", lambda s: float(s % 5 == 4)) for _ in range(n)]
@@ -160,14 +179,6 @@ def test_the_last_step_of_each_rollout_is_learned_from(train, mode):
         assert len(record["trained"]) == 10
 
 
-@pytest.mark.parametrize("T,num_minibatches", [(1, 1), (2, 2)])
-def test_a_rollout_may_hold_fewer_steps_than_minibatches(train, T, num_minibatches):
-    """Under NEXT_STEP the fourth of every 4 steps is dead: with T=1 every fourth update has nothing to learn from."""
-    records = train("envpool-like", lambda n: [ChainEnv() for _ in range(n)], lambda obs: obs[:, 0], T, 8,
-                    num_minibatches=num_minibatches)  # fmt: skip
-    assert sum(len(record["trained"]) for record in records) == sum(record["valid"].sum() for record in records)
-
-
 # ---- Environments ----
 
 
@@ -175,12 +186,16 @@ def seeds(n, entropy=1):
     return np.random.SeedSequence(entropy).spawn(n)
 
 
-@pytest.mark.parametrize("vectorization", ["sync", "async", "envpool"])
-def test_parallel_environments_differ_and_follow_their_seeds(vectorization, capsys):
+def make_envs(mode, env_id, seeds):
+    return ppo.Envs(env_id, seeds) if mode == "ppo" else ppo_vector.make_envs(env_id, mode, seeds)
+
+
+@pytest.mark.parametrize("mode", ["ppo", "sync", "async", "envpool"])
+def test_parallel_environments_differ_and_follow_their_seeds(mode, capsys):
     rows = []
     for entropy in (1, 1, 2):
-        envs = ppo.make_envs("CartPole-v1", vectorization, seeds(8, entropy))
-        rows.append(envs.reset())
+        envs = make_envs(mode, "CartPole-v1", seeds(8, entropy))
+        rows.append(begin(envs))
         envs.close()
     assert rows[0].shape == (8, 4) and rows[0].dtype == np.float32
     assert len(np.unique(rows[0], axis=0)) == 8
@@ -190,36 +205,36 @@ def test_parallel_environments_differ_and_follow_their_seeds(vectorization, caps
 
 
 def test_identical_environments_are_told(capsys):
-    vector(ppo, "sync same", [ChainEnv(), ChainEnv()]).reset()
+    vector("sync", [ChainEnv(), ChainEnv()]).reset()
     assert "all environments start from the same observation" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", VECTOR_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_contract_of_step(mode):
-    envs, same = vector(ppo, mode, [ChainEnv(3, "terminated"), ChainEnv(2, "truncated")]), "same" in mode
-    obs = envs.reset()
+    envs = vector(mode, [ChainEnv(3, "terminated"), ChainEnv(2, "truncated")])
+    obs = begin(envs)
     assert obs.tolist() == [[0], [0]] and obs.dtype == np.float32
     rows = [envs.step(np.zeros(2, np.int64)) for _ in range(6)]
     envs.close()
     columns = {name: np.array([row[k] for row in rows]).T for k, name in ((1, "reward"), (2, "term"), (3, "trunc"))}
-    states = np.array([row[0][:, 0] for row in rows]).T.tolist()
-    valid = np.array([row[4]["valid"] for row in rows]).T.tolist()
-    final = [(t, i, row[4]["final_obs"][i].item()) for t, row in enumerate(rows)
-             for i in np.flatnonzero(row[4]["final_mask"])]  # fmt: skip
-    if same:
-        assert states == [[1, 2, 0, 1, 2, 0], [1, 0, 1, 0, 1, 0]]
-        assert columns["reward"].tolist() == [[1, 2, 4, 1, 2, 4], [1, 2, 1, 2, 1, 2]]
-        assert columns["term"].tolist() == [[0, 0, 1, 0, 0, 1], [0] * 6]
-        assert columns["trunc"].tolist() == [[0] * 6, [0, 1, 0, 1, 0, 1]]
-        assert valid == [[True] * 6] * 2
-        assert final == [(1, 1, 2), (2, 0, 3), (3, 1, 2), (5, 0, 3), (5, 1, 2)]
-    else:
-        assert states == [[1, 2, 3, 0, 1, 2], [1, 2, 0, 1, 2, 0]]
-        assert columns["reward"].tolist() == [[1, 2, 4, 0, 1, 2], [1, 2, 0, 1, 2, 0]]
-        assert columns["term"].tolist() == [[0, 0, 1, 0, 0, 0], [0] * 6]
-        assert columns["trunc"].tolist() == [[0] * 6, [0, 1, 0, 0, 1, 0]]
-        assert valid == [[True, True, True, False, True, True], [True, True, False, True, True, False]]
-        assert final == []
+    assert np.array([row[0][:, 0] for row in rows]).T.tolist() == [[1, 2, 0, 1, 2, 0], [1, 0, 1, 0, 1, 0]]
+    assert columns["reward"].tolist() == [[1, 2, 4, 1, 2, 4], [1, 2, 1, 2, 1, 2]]
+    assert columns["term"].tolist() == [[0, 0, 1, 0, 0, 1], [0] * 6]
+    assert columns["trunc"].tolist() == [[0] * 6, [0, 1, 0, 1, 0, 1]]
+    final = np.array([row[4]["final_obs"][:, 0] for row in rows]).T.tolist()
+    assert final == [[1, 2, 3, 1, 2, 3], [1, 2, 1, 2, 1, 2]]
+
+
+@pytest.mark.parametrize("mode", ["ppo", "sync", "async"])
+def test_an_environment_that_reuses_its_array_and_rewards_in_arrays(mode):
+    """Its last observation is not that of the reset, which went into the same array."""
+    envs = vector(mode, [OddRewards(), OddRewards()])
+    begin(envs)
+    rows = [envs.step(np.zeros(2, np.int64)) for _ in range(6)]
+    envs.close()
+    assert np.array([row[0][:, 0] for row in rows]).T.tolist() == [[1, 2, 0, 1, 2, 0]] * 2
+    assert np.array([row[1] for row in rows]).T.tolist() == [[1, 2, 4, 1, 2, 4]] * 2
+    assert np.array([row[4]["final_obs"][:, 0] for row in rows]).T.tolist() == [[1, 2, 3, 1, 2, 3]] * 2
 
 
 class Recorder:
@@ -227,111 +242,113 @@ class Recorder:
     collects an envpool crashes: its threads are not there.)"""
 
     def __init__(self, envs):
-        self.envs = envs
+        self.envs, self.reset = envs, envs.reset
 
     def step(self, actions):
         self.result = self.envs.step(actions)
         return self.result
 
 
-def test_dead_steps_of_envpool():
-    envs, dead = ppo.make_envs("CartPole-v1", "envpool", seeds(4)), 0
+def test_envpool_has_no_dead_steps():
+    """An episode restarts in the step that ends it, and info tells what it ended with."""
+    envs, ends = ppo_vector.make_envs("CartPole-v1", "envpool", seeds(4)), 0
     envs.reset()
     envs.envs = Recorder(envs.envs)
     for _ in range(60):
-        *_, info = envs.step(np.ones(4, np.int64))
-        _, reward, _, _, raw = envs.envs.result
-        np.testing.assert_array_equal(info["valid"], raw["elapsed_step"] > 0)
-        np.testing.assert_array_equal(info["valid"], reward > 0)
-        dead += (~info["valid"]).sum()
-    assert dead > 10
+        obs, reward, terminated, truncated, info = envs.step(np.ones(4, np.int64))
+        last, *_, raw = envs.envs.result
+        assert (raw["elapsed_step"] > 0).all() and (reward == 1).all()
+        np.testing.assert_array_equal(info["final_obs"], last)
+        ended = terminated | truncated
+        assert (np.abs(obs[ended]) <= 0.05).all(), "CartPole starts within 0.05"
+        assert (obs[~ended] == last[~ended]).all() and (np.abs(last[terminated, 2]) > 0.2).all()
+        ends += ended.sum()
+    assert ends > 10
 
 
 def play(envs, steps, *sinks):
-    """Feeds each sink (reward, ended, valid) for some steps."""
-    envs.reset()
+    """Feeds each sink (reward, ended) for some steps."""
+    begin(envs)
     for _ in range(steps):
-        _, reward, terminated, truncated, info = envs.step(np.zeros(envs.num_envs, np.int64))
+        _, reward, terminated, truncated, _ = envs.step(np.zeros(len(envs.obs), np.int64))
         for sink in sinks:
-            sink(reward, terminated | truncated, info["valid"])
+            sink(reward, terminated | truncated)
     envs.close()
 
 
-@pytest.mark.parametrize("mode", VECTOR_MODES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
 def test_episode_statistics(mode, end):
     """Full return and length for all episodes, not only the first; nothing is carried over a time limit."""
-    stats = ppo.EpisodeStats(2)
-    chains = [ChainEnv(3, end, lambda s: 1.0), ChainEnv(10, end, lambda s: 1.0)]
-    steps = 30 if "same" in mode else 40
-    play(vector(ppo, mode, chains), steps, stats.step)
-    finished = [(3.0, 3)] * 10, [(10.0, 10)] * 3
-    assert sorted(stats.finished) == sorted(finished[0] + finished[1])
-    assert stats.dead == (0 if "same" in mode else 10 + 3)
-    means = stats.pop()
+    stats = ppo_vector.EpisodeStats(2)
+    envs = vector(mode, [ChainEnv(3, end, lambda s: 1.0), ChainEnv(10, end, lambda s: 1.0)])
+    play(envs, 30, stats.step)
+    for finished in (stats.finished, envs.finished) if mode == "ppo" else (stats.finished,):
+        assert sorted(map(tuple, finished)) == [(3.0, 3)] * 10 + [(10.0, 10)] * 3
+    pop = envs.pop_episodes if mode == "ppo" else stats.pop
+    means = pop()
     assert means["charts/episodic_return"] == means["charts/episodic_length"] == pytest.approx(60 / 13)
     assert means["charts/episodes"] == 13
-    again = stats.pop()
+    again = pop()
     assert math.isnan(again["charts/episodic_return"]) and again["charts/episodes"] == 13
 
 
 def test_episode_statistics_survive_saving():
-    stats, other = ppo.EpisodeStats(2), ppo.EpisodeStats(2)
-    steps = [(np.array([1.0, 2.0]), np.array([t == 2, t == 4]), np.array([True, t != 1])) for t in range(6)]
+    stats, other = ppo_vector.EpisodeStats(2), ppo_vector.EpisodeStats(2)
+    steps = [(np.array([1.0, 2.0]), np.array([t == 2, t == 4])) for t in range(6)]
     for step in steps[:4]:
         stats.step(*step)
     other.load_state_dict(through_a_file(stats.state_dict()))
     for step in steps[4:]:
         stats.step(*step)
         other.step(*step)
-    assert stats.finished == other.finished == [(3.0, 3), (8.0, 4)]
+    assert stats.finished == other.finished == [[3.0, 3], [10.0, 5]]
     assert stats.pop() == other.pop() and stats.returns.tolist() == other.returns.tolist() == [3, 2]
 
 
 @pytest.mark.parametrize("mode", VECTOR_MODES)
 @pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
 def test_reward_scaler_restarts_with_each_episode_and_counts_real_steps(mode, end):
-    scaler, firsts, running = ppo.RewardScaler(2, 0.99), [], np.zeros(2, bool)
+    scaler, firsts, running = ppo_vector.RewardScaler(2, 0.99), [], np.zeros(2, bool)
 
-    def scale(reward, ended, valid):
+    def scale(reward, ended):
         seen = []
-        update, scaler.stats.update = scaler.stats.update, lambda batch: (seen.extend(batch), update(batch))
-        scaler(reward, ended, valid)
-        scaler.stats.update = update
-        firsts.extend(value for value, on in zip(seen, running[valid]) if not on)
-        running[:] = np.where(valid, ~ended, False)
+        update, scaler.update = scaler.update, lambda batch: (seen.extend(batch), update(batch))
+        scaler(reward, ended)
+        scaler.update = update
+        firsts.extend(value for value, on in zip(seen, running) if not on)
+        running[:] = ~ended
 
-    play(vector(ppo, mode, [ChainEnv(4, end, lambda s: 1.0) for _ in range(2)]), 12, scale)
-    episodes = 6  # begun within 12 steps: at 0, 4, 8 under SAME_STEP; at 0, 5, 10 under NEXT_STEP
-    assert firsts == [1.0] * episodes
-    assert scaler.stats.count - 1e-4 == pytest.approx(24 if "same" in mode else 20)
+    play(vector(mode, [ChainEnv(4, end, lambda s: 1.0) for _ in range(2)]), 12, scale)
+    assert firsts == [1.0] * 6, "begun within 12 steps: at 0, 4, 8"
+    assert scaler.count - 1e-4 == pytest.approx(24)
 
 
 def test_reward_scaler_oracle():
-    rng, scaler = np.random.default_rng(0), ppo.RewardScaler(3, 0.9)
-    rewards, ended, valid = rng.normal(2, 3, (50, 3)), rng.random((50, 3)) < 0.1, rng.random((50, 3)) < 0.9
-    ended &= valid
+    rng, scaler = np.random.default_rng(0), ppo_vector.RewardScaler(3, 0.9)
+    rewards, ended = rng.normal(2, 3, (50, 3)), rng.random((50, 3)) < 0.1
     running, seen = [0.0] * 3, []
     for t in range(50):
         for i in range(3):
-            if valid[t, i]:
-                running[i] = 0.9 * running[i] + rewards[t, i]
-                seen.append(running[i])
-                running[i] = 0.0 if ended[t, i] else running[i]
+            running[i] = 0.9 * running[i] + rewards[t, i]
+            seen.append(running[i])
+            running[i] = 0.0 if ended[t, i] else running[i]
         variance = (1e-4 + sum(x * x for x in seen)) / (1e-4 + len(seen)) - (sum(seen) / (1e-4 + len(seen))) ** 2
         expected = np.clip(rewards[t] / math.sqrt(variance + 1e-8), -10, 10)
         if t == 20:
-            other = ppo.RewardScaler(3, 0.9)
+            other = ppo_vector.RewardScaler(3, 0.9)
             other.load_state_dict(through_a_file(scaler.state_dict()))
             scaler = other
-        np.testing.assert_allclose(scaler(rewards[t], ended[t], valid[t]), expected, rtol=1e-9)
-    assert scaler(np.array([1e9, -1e9, 0.0]), np.zeros(3, bool), np.zeros(3, bool)).tolist() == [10, -10, 0]
+        np.testing.assert_allclose(scaler(rewards[t], ended[t]), expected, rtol=1e-9)
+    scaler.var = np.float64(4.0)
+    scaler.update = lambda batch: None
+    assert scaler(np.array([1e9, -1e9, 0.0]), np.zeros(3, bool)).tolist() == [10, -10, 0]
 
 
 def test_running_mean_std_oracle():
     """Mean and variance of all rows together, with a prior of weight 1e-4 at mean 0 and variance 1."""
-    rng, running = np.random.default_rng(0), ppo.RunningMeanStd((2,))
-    batches = [rng.normal([5, -1000], [0.1, 3], (n, 2)) for n in (1, 7, 0, 256, 2)]
+    rng, running = np.random.default_rng(0), ppo_vector.RunningMeanStd(shape=(2,))
+    batches = [rng.normal([5, -1000], [0.1, 3], (n, 2)) for n in (1, 7, 256, 2)]
     for batch in batches:
         running.update(batch)
     rows = np.concatenate(batches)
@@ -341,7 +358,7 @@ def test_running_mean_std_oracle():
     np.testing.assert_allclose(running.var, variance, rtol=1e-9)
     assert running.count == pytest.approx(len(rows) + 1e-4, abs=1e-9)
     x = rows[:3].astype(np.float32)
-    other = ppo.RunningMeanStd((2,))
+    other = ppo_vector.RunningMeanStd(shape=(2,))
     other.load_state_dict(through_a_file(running.state_dict()))
     for one in (running, other):
         normal = one.normalize(x)
@@ -366,29 +383,28 @@ class NaNChain(ChainEnv):
         return (obs * np.nan if self.state == self.bad else obs), *rest
 
 
-@pytest.mark.parametrize("mode", VECTOR_MODES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", [0, 1, 3], ids=["first", "middle", "last"])
 def test_an_observation_that_is_not_finite_is_named(mode, bad):
     """The last one too, from which a truncated episode is bootstrapped."""
-    envs = vector(ppo, mode, [ChainEnv(), NaNChain(bad)])
-    with pytest.raises(ppo.RunError, match="environment 1 .*nan"):
-        envs.reset()
+    with pytest.raises(script_of(mode).RunError, match=r"environment 1\b.*nan"), contextlib.ExitStack() as stack:
+        envs = stack.enter_context(contextlib.closing(vector(mode, [ChainEnv(), NaNChain(bad)])))
+        begin(envs)
         for _ in range(3):
             envs.step(np.zeros(2, np.int64))
-    envs.close()
 
 
-@pytest.mark.parametrize("mode", VECTOR_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_actions_of_a_shifted_discrete_space(mode):
-    envs = vector(ppo, mode, [ShiftedChain(), ShiftedChain(), ShiftedChain()])
-    assert envs.num_actions == 3
-    envs.reset()
+    envs = vector(mode, [ShiftedChain(), ShiftedChain(), ShiftedChain()])
+    assert envs.action_space.n == 3
+    begin(envs)
     envs.step(np.array([0, 1, 2]))  # the environments check that these become -1, 0, 1
     envs.close()
 
 
 def test_continuous_actions_are_clipped_to_the_space():
-    envs = ppo.make_envs("Pendulum-v1", "sync", seeds(2))
+    envs = ppo_vector.make_envs("Pendulum-v1", "sync", seeds(2))
     assert envs.continuous and envs.num_actions == 1
     envs.reset()
     envs.step(np.array([[5.0], [-5.0]], np.float32))
@@ -401,8 +417,8 @@ def test_continuous_actions_are_clipped_to_the_space():
 )
 @pytest.mark.parametrize("when", ["idle", "waiting"])
 def test_an_environment_process_that_does_not_answer_is_named(monkeypatch, number, text, when):
-    monkeypatch.setattr(ppo.WorkerPipe, "TIMEOUT_S", 1)
-    envs = ppo.make_envs("CartPole-v1", "async", seeds(3))
+    monkeypatch.setattr(ppo_vector.WorkerPipe, "TIMEOUT_S", 1)
+    envs = ppo_vector.make_envs("CartPole-v1", "async", seeds(3))
     envs.reset()
     process = envs.envs.processes[1]
     if when == "waiting":
@@ -410,7 +426,7 @@ def test_an_environment_process_that_does_not_answer_is_named(monkeypatch, numbe
     os.kill(process.pid, number)
     if number == signal.SIGKILL:
         process.join()
-    with pytest.raises(ppo.RunError, match=f"environment 1 .process {process.pid}. {text}"):
+    with pytest.raises(ppo_vector.RunError, match=f"environment 1 .process {process.pid}. {text}"):
         for _ in range(2):  # what it had sent before it died still counts
             envs.envs.step_wait() if when == "waiting" else envs.step(np.zeros(3, int))
             when = "idle"
@@ -418,12 +434,14 @@ def test_an_environment_process_that_does_not_answer_is_named(monkeypatch, numbe
     assert not any(process.is_alive() for process in envs.envs.processes)
 
 
-def test_other_action_spaces_are_refused():
+@pytest.mark.parametrize("mode", ["ppo", "sync"])
+def test_other_action_spaces_are_refused(mode):
     class Multi(ChainEnv):
         action_space = gym.spaces.MultiDiscrete([2, 2])
 
-    with pytest.raises(ppo.RunError, match=r"MultiDiscrete.*this script takes Discrete or Box"):
-        vector(ppo, "sync same", [Multi()])
+    kinds = "Discrete, ppo_vector.py also Box" if mode == "ppo" else "Discrete or Box"
+    with pytest.raises(script_of(mode).RunError, match=f"MultiDiscrete.*this script takes {kinds}"):
+        vector(mode, [Multi()])
 
 
 def through_a_file(state):
@@ -434,43 +452,62 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Hopper-v4"])
+@pytest.mark.parametrize("mode,env_id", [("ppo", "CartPole-v1"), ("sync", "CartPole-v1"), ("sync", "Hopper-v4")])
 @pytest.mark.parametrize("steps", [0, 1, 37])
-def test_unfinished_episodes_are_restored_to_the_bit(env_id, steps):
+def test_unfinished_episodes_are_restored_to_the_bit(mode, env_id, steps):
     rng = np.random.default_rng(0)
-    envs, other = (ppo.make_envs(env_id, "sync", seeds(2, entropy)) for entropy in (1, 2))
+    envs, other = (make_envs(mode, env_id, seeds(2, entropy)) for entropy in (1, 2))
 
     def act():
-        return (
-            rng.normal(0, 0.5, (2, envs.num_actions)).astype(np.float32) if envs.continuous else rng.integers(2, size=2)
-        )
+        if env_id == "CartPole-v1":
+            return rng.integers(2, size=2)
+        return rng.normal(0, 0.5, (2, envs.num_actions)).astype(np.float32)
 
-    envs.reset()
-    other.reset()
+    begin(envs)
+    begin(other)
     for _ in range(steps):
         envs.step(act())
     other.load_state_dict(through_a_file(envs.state_dict()))
+    np.testing.assert_array_equal(envs.obs, other.obs)
     episodes = 0
     for _ in range(200):
         actions = act()
         one, two = envs.step(actions.copy()), other.step(actions.copy())
         for a, b in zip(one[:4], two[:4]):
             np.testing.assert_array_equal(a, b)
-        np.testing.assert_array_equal(one[4]["final_mask"], two[4]["final_mask"])
-        episodes += one[4]["final_mask"].sum()
+        np.testing.assert_array_equal(one[4]["final_obs"], two[4]["final_obs"])
+        episodes += (one[2] | one[3]).sum()
     assert episodes > 4, "the seeds of later episodes were not compared"
 
 
-def test_a_time_limit_goes_on_after_restoring():
+@pytest.mark.parametrize("mode", ["ppo", "sync"])
+def test_a_time_limit_goes_on_after_restoring(mode):
     """The steps before count: MountainCar truncates at 200."""
-    envs, other = (ppo.make_envs("MountainCar-v0", "sync", seeds(1, entropy)) for entropy in (1, 2))
-    envs.reset()
-    other.reset()
+    envs, other = (make_envs(mode, "MountainCar-v0", seeds(1, entropy)) for entropy in (1, 2))
+    begin(envs)
+    begin(other)
     for _ in range(150):
         envs.step(np.ones(1, np.int64))
     other.load_state_dict(through_a_file(envs.state_dict()))
     ends = [t for t in range(60) if other.step(np.ones(1, np.int64))[3][0]]
     assert ends == [49]
+
+
+@pytest.mark.parametrize("mode", ["ppo", "sync"])
+def test_a_snapshot_of_a_long_episode_copies_one_array(mode):
+    """Not an object a step: every update takes one, and an episode can be longer than all updates."""
+    envs = vector(mode, [ChainEnv(end="endless", reward=float), ChainEnv(2)])
+    begin(envs)
+    for steps in (1, 500, 1000):
+        for _ in range(steps):
+            envs.step(np.zeros(2, np.int64))
+        packed = ppo.pack(envs.state_dict())
+        tensors = [taken if isinstance(taken, list) else [taken] for taken in packed["actions"]]
+        assert len(tensors[0]) == 1 and all(isinstance(tensor, torch.Tensor) for tensor in tensors[0])
+    assert tensors[0][0].shape == (1501,)
+    other = vector(mode, [ChainEnv(end="endless", reward=float), ChainEnv(2)])
+    other.load_state_dict(through_a_file(packed))
+    assert other.step(np.zeros(2, np.int64))[0].tolist() == [[1502], [0]]
 
 
 # ---- Agent and loss ----
@@ -507,7 +544,7 @@ def test_random_streams_go_on_after_saving():
 @pytest.mark.parametrize("shape", [(64, 72, 3), (4, 84, 84)], ids=["channels last", "channels first"])
 def test_images_stay_bytes_until_the_network_divides(shape):
     torch.manual_seed(0)
-    agent = ppo.Agent(shape, 5)
+    agent = ppo_vector.Agent(shape, 5)
     image = torch.randint(256, (2, *shape), dtype=torch.uint8)
     logits, value = agent(image)
     assert logits.shape == (2, 5) and value.shape == (2,)
@@ -515,9 +552,10 @@ def test_images_stay_bytes_until_the_network_divides(shape):
     torch.testing.assert_close(agent.value(torch.as_tensor(planes)).squeeze(-1), value)
 
 
-def test_discrete_policy():
+@SCRIPTS
+def test_discrete_policy(script):
     torch.manual_seed(0)
-    agent, obs = ppo.Agent((4,), 3), torch.randn(1, 4).expand(20_000, 4)
+    agent, obs = script.Agent((4,), 3), torch.randn(1, 4).expand(20_000, 4)
     agent.policy[-1].bias.data = torch.tensor([0.0, 1.0, 2.0])
     action, logprob, value = agent.act(obs, torch.Generator().manual_seed(1))
     logits = agent(obs[:1])[0][0].detach().double().numpy()
@@ -532,7 +570,7 @@ def test_discrete_policy():
 
 def test_continuous_policy():
     torch.manual_seed(0)
-    agent, obs = ppo.Agent((4,), 2, continuous=True), torch.randn(1, 4).expand(20_000, 4)
+    agent, obs = ppo_vector.Agent((4,), 2, continuous=True), torch.randn(1, 4).expand(20_000, 4)
     agent.log_std.data = torch.tensor([-1.0, 0.5])
     action, logprob, _ = agent.act(obs, torch.Generator().manual_seed(1))
     mean, std = agent(obs[:1])[0][0].detach().double().numpy(), np.exp([-1.0, 0.5])
@@ -584,6 +622,13 @@ def test_ppo_loss_and_its_gradients(clip_vloss):
             assert tensors[k].grad[i].item() == pytest.approx(slope, abs=1e-8), (k, i)
 
 
+def test_a_ratio_beyond_float32_has_the_gradient_of_a_clipped_one():
+    logprob, zeros = torch.tensor([200.0, 0.0], requires_grad=True), torch.zeros(2)
+    loss, _ = ppo.ppo_loss(logprob, zeros, zeros, zeros, zeros, torch.ones(2), zeros, 0.2, False, 0.0, 0.5)
+    loss.backward()
+    assert loss.item() == pytest.approx(-1.1) and logprob.grad.tolist() == [0.0, -0.5]
+
+
 def test_explained_variance():
     rng = np.random.default_rng(0)
     returns = rng.normal(size=100)
@@ -595,15 +640,13 @@ def test_explained_variance():
         assert math.isnan(ppo.explained_variance(returns, np.where(returns > 1, np.inf, returns)))
 
 
-def test_numbers_that_json_has_no_word_for_become_null():
-    row = ppo.finite({"a": math.nan, "b": -math.inf, "c": np.float32(1.5), "d": 2})
-    assert json.loads(json.dumps(row, allow_nan=False)) == {"a": None, "b": None, "c": 1.5, "d": 2}
-
-
-def test_nothing_to_learn_leaves_the_weights_finite(train, tmp_path):
+@pytest.mark.parametrize("mode", ["ppo", "sync"])
+def test_nothing_to_learn_leaves_the_weights_finite(mode, train, tmp_path):
     """Every reward and value is 0, so all advantages and their deviation are."""
-    options = {"num_envs": 2, "num_minibatches": 2, "norm_adv": True, "norm_reward": True}
-    train("sync same", lambda n: [ChainEnv(3, "terminated", lambda s: 0.0) for _ in range(n)],
+    options = {"num_envs": 2, "num_minibatches": 2, "norm_adv": True} | (
+        {"norm_reward": True} if mode == "sync" else {}
+    )
+    train(mode, lambda n: [ChainEnv(3, "terminated", lambda s: 0.0) for _ in range(n)],
           lambda obs: torch.zeros(len(obs)), 6, 2, **options)  # fmt: skip
     (path,) = (tmp_path / "runs").rglob("*.pt")
     state = torch.load(path, weights_only=True)
@@ -617,28 +660,39 @@ def test_nothing_to_learn_leaves_the_weights_finite(train, tmp_path):
 # ---- Evaluation ----
 
 
-@pytest.mark.parametrize("mode", VECTOR_MODES)
-def test_evaluation_counts_the_first_episode_of_each_environment(monkeypatch, mode):
-    def chains(env_id, vectorization, seeds, video_folder=None):
-        return vector(ppo, mode, [ChainEnv(2 + i, "truncated") for i in range(len(seeds))])
+def evaluate(script, agent, obs_norm, args):
+    return script.evaluate(agent, args) if script is ppo else script.evaluate(agent, obs_norm, args)
 
-    monkeypatch.setattr(ppo, "make_envs", chains)
-    rows = ppo.evaluate(ppo.Agent((1,), 2), None, ppo.Args(eval_episodes=3))
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluation_counts_the_first_episode_of_each_environment(monkeypatch, mode, tmp_path):
+    def chains(env_id, *options):
+        seeds = options[0] if mode == "ppo" else options[1]
+        return vector(mode, [ChainEnv(2 + i, "truncated") for i in range(len(seeds))])
+
+    script = script_of(mode)
+    monkeypatch.setattr(script, "Envs" if script is ppo else "make_envs", chains)
+    args = script.Args(eval_episodes=3, run_dir=tmp_path)
+    rows = evaluate(script, script.Agent((1,), 2), None, args)
     assert rows == [{"split": "eval", "return": r, "length": n} for r, n in ((3, 2), (7, 3), (15, 4))]
-    assert ppo.summarize(rows, "eval") == pytest.approx(
-        {"eval/return_mean": 25 / 3, "eval/return_std": np.std([3, 7, 15]), "eval/length_mean": 3}
-    )
+    with script.RunLogger(args) as run:
+        assert run.log_eval(7, rows) == pytest.approx(
+            {"eval/return_mean": 25 / 3, "eval/return_std": np.std([3, 7, 15]), "eval/length_mean": 3}
+        )
 
 
-@pytest.mark.parametrize("vectorization", ["sync", "envpool"])
-def test_evaluation_depends_on_its_seed_alone_and_touches_nothing(vectorization):
-    agent, norm = ppo.Agent((4,), 2), ppo.RunningMeanStd((4,))
+@pytest.mark.parametrize("mode", ["ppo", "sync", "envpool"])
+def test_evaluation_depends_on_its_seed_alone_and_touches_nothing(mode):
+    script, norm = script_of(mode), ppo_vector.RunningMeanStd(shape=(4,))
+    agent = script.Agent((4,), 2)
     norm.update(np.random.default_rng(0).normal(size=(50, 4)))
     before, states = json.dumps(norm.state_dict(), default=np.ndarray.tolist), torch.get_rng_state()
 
     def rows(eval_seed, **args):
-        args = ppo.Args(eval_episodes=5, eval_greedy=False, vectorization=vectorization, eval_seed=eval_seed, **args)
-        return ppo.evaluate(agent, norm, args)
+        args |= {} if script is ppo else {"vectorization": mode}
+        return evaluate(
+            script, agent, norm, script.Args(eval_episodes=5, eval_greedy=False, eval_seed=eval_seed, **args)
+        )
 
     first = rows(1)
     np.random.seed(5)
@@ -647,3 +701,15 @@ def test_evaluation_depends_on_its_seed_alone_and_touches_nothing(vectorization)
     assert rows(1, seed=7, num_envs=2) == first != rows(2)
     assert torch.equal(torch.get_rng_state(), states_later) and not torch.equal(states_later, states)
     assert json.dumps(norm.state_dict(), default=np.ndarray.tolist) == before
+
+
+@SCRIPTS
+def test_an_evaluation_without_a_time_limit_ends_and_says_so(script, capsys):
+    """A greedy policy walks against the edge of CliffWalking for ever; `check` is asked all the way."""
+    args, agent, asked = script.Args(env_id="CliffWalking-v1", eval_episodes=3, eval_max_steps=50), None, []
+    agent = script.Agent((48,), 4)
+    agent.policy[-1].bias.data[0] = 99  # up, where the wall is
+    options = {"check": lambda: asked.append(1)}
+    rows = script.evaluate(agent, args, **options) if script is ppo else script.evaluate(agent, None, args, **options)
+    assert [row["length"] for row in rows] == [50] * 3 and len(asked) == 50
+    assert "3 evaluation episodes were cut off at --eval-max-steps" in capsys.readouterr().err

@@ -1,12 +1,17 @@
 """The parts of algos/ppo_plr.py that are its own: learning in pieces, dealing levels, evaluation, arguments."""
 
+import json
 import math
+import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import tyro
 
-from algos import ppo_plr
+from algos import ppo_plr, ppo_plr_minigrid
+from curricula import DomainRandomization
 
 COEFS = 0.2, True, 0.01, 0.5
 
@@ -54,7 +59,7 @@ def test_networks_have_the_published_size_and_read_pixels_as_fractions():
     obs = batch(2)["obs"]
     features = nature.network(obs.permute(0, 3, 1, 2).float() / 255)
     torch.testing.assert_close(nature(obs)[0], nature.policy(features))
-    grid = ppo_plr.Agent((7, 7, 3), 7)
+    grid = ppo_plr_minigrid.Agent((7, 7, 3), 7)
     assert grid(torch.zeros(5, 7, 7, 3, dtype=torch.uint8))[0].shape == (5, 7)
 
 
@@ -78,65 +83,69 @@ def test_act_samples_from_the_policy_and_reports_its_log_probability():
     assert agent.act(obs[:1])[0].item() == p.argmax()
 
 
-def make_dealer(num_envs, curriculum):
-    return ppo_plr.Dealer(curriculum, ppo_plr.SyncQueue(num_envs), num_envs)
+def make_dealer(num_envs, num_levels=6, seed=5, **options):
+    args = ppo_plr.Args(num_levels=num_levels, **options)
+    return ppo_plr.Dealer(args, ppo_plr.SyncQueue(num_envs), seed)
 
 
 def test_dealer_keeps_a_task_ahead_and_hands_out_draws_in_order():
-    curriculum = ppo_plr.DomainRandomization(50, seed=3)
-    expected = ppo_plr.DomainRandomization(50, seed=3).sample(9)
-    dealer, stats = make_dealer(2, curriculum), ppo_plr.EpisodeStats(2)
+    dealer = make_dealer(2, 50, seed=3, curriculum="dr")
+    expected = DomainRandomization(50, seed=3).sample(9)
     for env_id in (0, 0, 1, 1):
         dealer.deal(env_id)
-    assert [dealer.queue.get_task(i) for i in (0, 1)] == [expected[0], expected[2]]
+
+    def next_task(env_id):
+        return dealer.queue.get_task(env_id).tolist()
+
+    assert [next_task(i) for i in (0, 1)] == [[expected[0], 0], [expected[2], 0]]
     for env_id in (1, 0):  # both end in one step; the draws go by environment
-        dealer.queue.put_episode(env_id, 0, 1.0 + env_id, 10, 0.0)
-    dealer.collect(stats)
-    assert stats.finished == [(1.0, 10), (2.0, 10)] and stats.total == 2
-    assert [dealer.queue.get_task(0) for _ in range(2)] == [expected[1], expected[4]]
-    assert [dealer.queue.get_task(1) for _ in range(2)] == [expected[3], expected[5]]
+        dealer.queue.put_episode(env_id, (0, 0), 1.0 + env_id, 10, 0.0)
+    dealer.collect()
+    assert dealer.finished == [(1.0, 10), (2.0, 10)]
+    means = {"charts/episodic_return": 1.5, "charts/episodic_length": 10, "charts/episodes": 2}
+    assert dealer.pop_episodes() == means and dealer.finished == []
+    assert [next_task(0)[0] for _ in range(2)] == [expected[1], expected[4]]
+    assert [next_task(1)[0] for _ in range(2)] == [expected[3], expected[5]]
 
 
-def test_robust_plr_learns_from_an_episode_only_if_its_level_had_a_score_when_drawn():
-    curriculum = ppo_plr.PrioritizedLevelReplay(4, robust=True, rho=0.0, seed=0)
-    dealer, stats = make_dealer(1, curriculum), ppo_plr.EpisodeStats(1)
+def test_a_task_tells_whether_its_level_had_a_score_when_it_was_drawn():
+    dealer = make_dealer(1, 4, curriculum="robust_plr", plr_rho=0.0)
     dealer.deal(0)
     dealer.deal(0)
-    assert dealer.learns.tolist() == [[False, False]]
-    state = curriculum.state_dict()
-    state["unseen"][:], state["scores"][:] = 0, 1.0
-    curriculum.load_state_dict(
-        state
-    )  # now all levels have a score, yet the two that were drawn before stay as they were
-    seen = []
+    dealer.plr.unseen[:], dealer.plr.scores[:] = False, 1.0
+    dealer.plr.rank()  # now all levels have a score, yet the two that were drawn before stay as they were
+    new = []
     for _ in range(3):
-        seen.append(bool(dealer.learns[0, 0]))
-        dealer.queue.put_episode(0, dealer.queue.get_task(0), 0.0, 1, 0.0)
-        dealer.collect(stats)
-    assert seen == [False, False, True]
-    plain = make_dealer(1, ppo_plr.PrioritizedLevelReplay(4, seed=0))
-    plain.deal(0)
-    assert plain.learns.all()
+        task = dealer.queue.get_task(0)
+        new.append(int(task[1]))
+        dealer.queue.put_episode(0, task, 0.0, 1, 0.0)
+        dealer.collect()
+    assert new == [1, 1, 0]
 
 
 def test_dealer_resumes_to_the_same_tasks():
-    dealer, stats = make_dealer(2, ppo_plr.PrioritizedLevelReplay(6, robust=True, seed=5)), ppo_plr.EpisodeStats(2)
+    dealer = make_dealer(2, seed=5, curriculum="robust_plr")
     for env_id in (0, 0, 1, 1):
         dealer.deal(env_id)
+    dealer.queue.put_episode(0, dealer.queue.get_task(0), 0.5, 3, 0.0)
+    dealer.collect()
     state = ppo_plr.pack(dealer.state_dict())
-    other = make_dealer(2, ppo_plr.PrioritizedLevelReplay(6, robust=True, seed=99))
+    other = make_dealer(2, seed=99, curriculum="robust_plr")
     other.load_state_dict(state)
     tasks = []
     for d in (dealer, other):
         played = []
         for _ in range(5):
             for env_id in (0, 1):
-                played.append(d.queue.get_task(env_id))
+                played.append(d.queue.get_task(env_id).tolist())
                 d.queue.put_episode(env_id, played[-1], 0.0, 1, 0.0)
-            played.append(d.learns.tolist())
-            d.collect(stats)
-        tasks.append(played)
-    assert tasks[0] == tasks[1]
+            d.collect()
+        tasks.append((played, d.pop_episodes()))
+    assert tasks[0] == tasks[1] and tasks[0][1]["charts/episodes"] == 11
+
+
+class FakeRun:
+    write_rows, log_eval = (lambda *_: None), ppo_plr.RunLogger.log_eval
 
 
 def test_evaluation_levels_are_disjoint_from_training_and_the_same_each_time():
@@ -146,56 +155,80 @@ def test_evaluation_levels_are_disjoint_from_training_and_the_same_each_time():
     with torch.no_grad():  # a policy that swims down: short episodes
         agent.policy.bias[3] += 50
     before = torch.get_rng_state()
-    rows = ppo_plr.evaluate(agent, args, 5)
+    make_levels = partial(ppo_plr.ProcgenLevels, "bigfish")
+    rows = ppo_plr.evaluate(agent, args, make_levels, 5)
     assert torch.equal(torch.get_rng_state(), before)
-    assert rows == ppo_plr.evaluate(agent, args, 5)
+    assert rows == ppo_plr.evaluate(agent, args, make_levels, 5)
     training = set(range(100, 130))
     assert not {row["level"] for row in rows if row["split"] == "eval"} & training
     assert {row["level"] for row in rows if row["split"] == "eval_train"} <= training
     assert [row["split"] for row in rows].count("eval") == [row["split"] for row in rows].count("eval_train") == 5
-    summary = ppo_plr.summarize(rows, args)
+    summary = ppo_plr.log_evaluation(FakeRun(), 0, rows)
     mean = np.mean([row["return"] for row in rows if row["split"] == "eval"])
     assert summary["eval/return_mean"] == pytest.approx(mean)
-    assert summary["eval/return_normalized"] == pytest.approx((mean - 1) / 39)
     assert summary["eval/generalization_gap"] == pytest.approx(summary["eval_train/return_mean"] - mean)
 
 
 def test_evaluation_does_not_list_two_billion_levels():
     args = ppo_plr.Args(env_id="bigfish", curriculum="dr", num_levels=2_000_000_000, start_level=7)
-    agent = ppo_plr.Agent((64, 64, 3), 15, "nature")
+    agent, make_levels = ppo_plr.Agent((64, 64, 3), 15, "nature"), partial(ppo_plr.ProcgenLevels, "bigfish")
     with torch.no_grad():
         agent.policy.bias[3] += 50
-    levels = [row["level"] for row in ppo_plr.evaluate(agent, args, 4) if row["split"] == "eval_train"]
+    levels = [row["level"] for row in ppo_plr.evaluate(agent, args, make_levels, 4) if row["split"] == "eval_train"]
     assert len(set(levels)) == 4 and all(7 <= level < 2_000_000_007 for level in levels)
 
 
+def refusal(script, arguments, capsys):
+    """What a wrong command line prints, in one line without a frame."""
+    with pytest.raises(SystemExit) as end:
+        tyro.cli(script.Args, args=arguments.split())
+    assert end.value.code == 2
+    return " ".join(re.sub("[^ -~]", " ", "".join(capsys.readouterr())).split())
+
+
+@pytest.mark.parametrize("script", [ppo_plr, ppo_plr_minigrid], ids=["procgen", "minigrid"])
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("arguments", "words"),
     [
-        ({"env_id": "bigfsh"}, ("bigfsh", "bigfish")),
-        ({"env_id": "MiniGrid-Emty-5x5-v0"}, ("MiniGrid-Emty-5x5-v0", "MiniGrid-Empty-5x5-v0")),
-        ({"num_levels": 0}, ("num-levels", "0")),
-        ({"start_level": -1}, ("start-level", "-1")),
-        ({"num_workers": 65}, ("num-workers", "65", "64")),
-        ({"plr_temperature": 0.0}, ("temperature", "0.0")),
-        ({"plr_temperature": math.nan}, ("temperature", "nan")),
-        ({"plr_score": "regret"}, ("regret", "value_l1")),
-        ({"plr_score": "regret", "curriculum": "dr"}, ("regret", "value_l1")),
-        ({"plr_temperature": math.nan, "curriculum": "dr"}, ("temperature", "nan")),
-        ({"plr_score_transform": "match_rank"}, ("value_l1", "match_rank", "learnability")),
-        ({"num_levels": 2_000_000_000}, ("num-levels", "2000000000", "dr")),
-        ({"eval_seed": 2**64}, ("eval-seed", str(2**64))),
-        ({"plr_staleness_coef": -0.1}, ("staleness_coef", "-0.1")),
-        ({"plr_rho": 1.5}, ("rho", "1.5")),
-        ({"ent_coef": -0.01}, ("ent-coef", "-0.01")),
-        ({"ent_coef": math.nan}, ("ent-coef", "nan")),
-        ({"reward_gamma": 1.0}, ("reward-gamma", "1.0")),
-        ({"num_minibatches": 7}, ("num-minibatches", "7", "16384", "try 8")),
-        ({"total_timesteps": 1000}, ("total-timesteps", "1000", "16384")),
+        ("--num-levels 0", ("--num-levels 0", "at least 1")),
+        ("--start-level -1", ("--start-level -1",)),
+        ("--start-level 2147483500", ("--start-level 2147483500", "between 0 and 2147483446")),
+        ("--num-workers 65", ("--num-workers 65", "between 0 and 64")),
+        ("--plr-temperature 0", ("--plr-temperature 0.0",)),
+        ("--plr-temperature nan", ("--plr-temperature nan",)),
+        ("--plr-temperature nan --curriculum dr", ("--plr-temperature nan",)),
+        ("--plr-score regret", ("regret", "value_l1", "learnability")),
+        ("--plr-score regret --curriculum dr", ("regret", "value_l1")),
+        ("--plr-score-transform ranks", ("ranks", "rank", "match_rank")),
+        ("--plr-score-transform match_rank", ("value_l1", "match_rank", "learnability")),
+        ("--num-levels 2000000000", ("--num-levels 2000000000", "dr")),
+        (f"--eval-seed {2**64}", (f"--eval-seed {2**64}",)),
+        ("--plr-staleness-coef -0.1", ("--plr-staleness-coef -0.1",)),
+        ("--plr-rho 1.5", ("--plr-rho 1.5",)),
+        ("--ent-coef -0.01", ("--ent-coef -0.01",)),
+        ("--ent-coef nan", ("--ent-coef nan",)),
+        ("--reward-gamma 1", ("--reward-gamma 1.0",)),
     ],
 )
-def test_wrong_arguments_are_named_with_what_works(change, words):
-    with pytest.raises(ValueError) as error:
-        ppo_plr.Args(**change)
+def test_wrong_arguments_are_named_with_what_works(script, arguments, words, capsys):
+    shown = refusal(script, arguments, capsys)
     for word in words:
-        assert word in str(error.value)
+        assert word in shown
+
+
+def test_unknown_environments_are_named_with_known_ones(capsys):
+    for script, env_id, known in (
+        (ppo_plr, "bigfsh", "bigfish"),
+        (ppo_plr_minigrid, "MiniGrid-Emty-5x5-v0", "MiniGrid-Empty-5x5"),
+    ):
+        shown = refusal(script, f"--env-id {env_id}", capsys)
+        assert env_id in shown and known in shown
+
+
+@pytest.mark.parametrize("script", [ppo_plr, ppo_plr_minigrid], ids=["procgen", "minigrid"])
+def test_minibatches_need_not_divide_the_batch(script, tmp_path):
+    flags = "--num-envs 2 --num-steps 9 --num-minibatches 4 --total-timesteps 18 --num-levels 3 --final-eval-episodes 1"
+    args = tyro.cli(script.Args, args=[*flags.split(), "--run-dir", str(tmp_path), "--progress", "none"])
+    script.train(args)
+    (path,) = tmp_path.rglob("metrics.jsonl")
+    assert json.loads(path.read_text())["losses/gradient_steps"] == 4 * 3

@@ -1,8 +1,10 @@
 """A curriculum in a Ray actor: the same updates and tasks as over shared memory, once each, whoever dies."""
 
+import contextlib
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -15,7 +17,8 @@ import numpy as np
 import pytest
 
 from curricula.core import Curriculum, TaskSpace, TaskWrapper
-from curricula.sync import GymnasiumSyncWrapper, PettingZooSyncWrapper, make_multiprocessing_curriculum
+from curricula.sync_envs import GymnasiumSyncWrapper, PettingZooSyncWrapper
+from curricula.sync_learner import make_multiprocessing_curriculum
 from curricula.task_wrappers import PettingZooTaskWrapper
 
 ray = pytest.importorskip("ray", reason="ray is an extra: scripts/extras/ray.txt")
@@ -294,13 +297,41 @@ def test_the_same_seed_draws_the_same_tasks_in_one_process(envs):
 
 def test_stop_applies_what_was_sent_without_a_close_and_ends_the_environments(workers):
     curriculum = make_ray_curriculum(Log())
-    calls = [w.run.remote(play, curriculum.components, 10, 4, close=False) for w in workers[:4]]
+    calls = [  # fixed places: those of a worker that is done are free, and another may come late
+        w.run.remote(play, curriculum.components, 10, env_ids=range(4 * i, 4 * i + 4), close=False)
+        for i, w in enumerate(workers[:4])
+    ]
     played = dict(sum(ray.get(calls, timeout=60), []))
     curriculum.stop()
     assert {env_id: episodes(log) for env_id, log in curriculum.log.items()} == played and len(played) == 16
     curriculum.stop()
     with pytest.raises(EOFError, match="an environment: the curriculum was stopped"):
         play(curriculum.components, 1)
+
+
+def test_stop_waits_for_the_rest_of_a_message_however_long_it_takes():
+    """Not for a time: a machine under load may send its second half when another would have been silent for long."""
+    curriculum = make_ray_curriculum(Log())
+    components = curriculum.components
+    env = RayGymnasiumSyncWrapper(CourseWrapper(Course()), components.task_space, components)
+    env.reset()
+    line = components._lines[0]
+    line.until = lambda done: None  # from now on it sends nothing by itself
+    assert env.step(0)[2]
+    os.write(line.fd, line.outbox[:60])
+    applied = []
+
+    def stop():
+        curriculum.stop()
+        applied.append(curriculum.log.get(0))
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    time.sleep(1)
+    os.write(line.fd, line.outbox[60:])
+    stopping.join(20)
+    assert applied == [[("episode", 0, 1.0, 1, 0.01)]]
+    del line.outbox[:], line.until
 
 
 def wait_for_ever(components):
@@ -548,6 +579,43 @@ def test_strangers_are_turned_away():
             stranger.sendall(first)
             assert stranger.recv(1) == b""
         assert len(play(curriculum.components, 3)[0][1]) == 3
+
+
+class Files(Log):
+    def allow(self, more):
+        """This process may open so many more files."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + more, hard_limit()))
+
+
+def hard_limit():
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+@pytest.mark.parametrize("more", [200, 20])
+def test_strangers_who_say_nothing_do_not_use_up_the_files(more):
+    """More of them than files are allowed: below the limit on strangers, and above it."""
+    with make_ray_curriculum(Files()) as curriculum, contextlib.ExitStack() as stack:
+        curriculum.allow(more)
+        address = curriculum.components._address[:2]
+        for _ in range(400):
+            stack.enter_context(socket.create_connection(address, timeout=5))
+        assert len(play(curriculum.components, 3)[0][1]) == 3
+        curriculum.check()
+
+
+def test_a_stranger_has_seconds_to_show_the_secret():
+    with make_ray_curriculum(Log()) as curriculum:
+        with socket.create_connection(curriculum.components._address[:2], timeout=20) as stranger:
+            stranger.sendall(bytes(5))
+            assert stranger.recv(1) == b""
+        assert len(play(curriculum.components, 3)[0][1]) == 3
+
+
+def test_a_cluster_of_one_machine_listens_on_loopback_unless_told_otherwise():
+    for host, address in ((None, "127.0.0.1"), ("127.0.0.2", "127.0.0.2")):
+        with make_ray_curriculum(Log(), host=host) as curriculum:
+            assert curriculum.components._address[0] == address
+            assert len(play(curriculum.components, 3)[0][1]) == 3
 
 
 def test_bad_arguments_are_named():

@@ -15,8 +15,16 @@ from curricula.core import Curriculum, TaskSpace, TaskWrapper
 from curricula.domain_randomization import DomainRandomization
 from curricula.dual import DualCurriculum
 from curricula.plr import PrioritizedLevelReplay
-from curricula.self_play import FictitiousSelfPlay, PrioritizedFictitiousSelfPlay, SelfPlay, pfsp_distribution
-from curricula.sync import GymnasiumSyncWrapper, make_multiprocessing_curriculum
+from curricula.self_play import (
+    NEWEST,
+    FictitiousSelfPlay,
+    LeaguePlay,
+    PrioritizedFictitiousSelfPlay,
+    SelfPlay,
+    pfsp_distribution,
+)
+from curricula.sync_envs import GymnasiumSyncWrapper
+from curricula.sync_learner import make_multiprocessing_curriculum
 
 VECTORS = json.loads((Path(__file__).parent / "data/pfsp.json").read_text())
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
@@ -59,6 +67,13 @@ def test_one_opponent_and_mass_that_vanishes(weighting):
     assert pfsp_distribution([1.0], weighting).tolist() == [1.0]
     if weighting != "argmax":
         assert pfsp_distribution([1 - 1e-13, 1 - 1e-12], weighting).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("power", [20.0, 2000.0])
+def test_a_large_power_leaves_the_hardest_the_mass(power):
+    """It was uniform below an absolute sum of 1e-10."""
+    np.testing.assert_allclose(pfsp_distribution([0.7, 0.9], "hard", power), [1, 3**-power], rtol=1e-9, atol=1e-300)
+    np.testing.assert_allclose(pfsp_distribution([0.99999, 0.99998, 1.0], "hard", 2.0), [0.2, 0.8, 0], rtol=1e-9)
 
 
 def test_win_rates_of_the_vectors_from_both_seats():  # also SP-04
@@ -528,3 +543,88 @@ def test_dual_repeats_an_opponent_until_its_batch_or_its_place_ends():
     while first in dual.agent_curriculum.opponents:
         dual.update_agent(np.zeros(1))
     assert dual.sample()[0][1] in dual.agent_curriculum.opponents
+
+
+# ---- LeaguePlay ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_league_draws_the_learner_in_its_share_and_else_by_its_curriculum(share):
+    past, same = (league(n=4, win_rates=[0.9, 0.5, 0.2, 0.0], seed=5) for _ in range(2))
+    whole = LeaguePlay(past, self_play_share=share, seed=7)
+    p = whole._sample_distribution()
+    assert whole.opponents == [NEWEST, 0, 1, 2, 3] and len(p) == whole.num_tasks == 5
+    np.testing.assert_allclose(p, [share, *(1 - share) * past._sample_distribution()])
+    rng, drawn = np.random.default_rng(7), whole.sample(3000)
+    assert drawn == [NEWEST if rng.random() < share else same.sample()[0] for _ in range(3000)]
+    counts = np.array([drawn.count(opponent) for opponent in whole.opponents])
+    np.testing.assert_allclose(counts / 3000, p, atol=0.03)
+
+
+def test_a_league_counts_results_against_those_that_it_holds():
+    whole = LeaguePlay(league(FictitiousSelfPlay, n=2, capacity=2))
+    for opponent in (1, NEWEST, 7):
+        whole.update_winrate(opponent, 1.0)
+    assert whole.metrics()["games"] == 1 and whole.curriculum.win_rates().tolist() == [0.5, 1.0]
+    assert whole.update_agent(np.full(1, 5.0)) == 2
+    whole.update_winrate(0, 0.0)  # evicted while it was played
+    assert whole.opponents == [NEWEST, 1, 2] and whole.num_tasks == 3 and whole.metrics()["games"] == 1
+    assert whole.get_opponent(2).tolist() == [5.0]
+    with pytest.raises(ValueError, match="opponent 0 was evicted"):
+        whole.get_opponent(0)
+
+
+def test_a_league_grows_by_time_or_by_winning_against_all():
+    whole = LeaguePlay(league(n=1), snapshot_interval=3, snapshot_win_rate=0.7)
+    grown = [whole.after_update(np.full(1, float(update))) for update in range(7)]
+    assert grown == [None, None, 1, None, None, 2, None] and whole.get_opponent(2).tolist() == [5.0]
+    for opponent in (0, 1):
+        whole.update_winrate(opponent, 1.0)
+    assert whole.after_update(np.zeros(1)) is None  # not against 2
+    whole.update_winrate(2, 1.0)
+    assert [whole.after_update(np.zeros(1)) for _ in range(4)] == [3, None, None, 4]
+
+
+def test_a_league_resumes_exactly():
+    def play(whole, updates):
+        found = []
+        for update in range(updates):
+            drawn = whole.sample(5)
+            found.append((drawn, whole.after_update(np.full(1, float(update))), whole.metrics()))
+            for opponent in drawn:
+                whole.update_winrate(opponent, (opponent % 3) / 2)
+        return found
+
+    options = {"snapshot_interval": 4, "seed": 3}
+    straight, stopped = (LeaguePlay(league(capacity=3, seed=1), **options) for _ in range(2))
+    assert play(straight, 10) == play(stopped, 10)
+    again = LeaguePlay(league(n=1, capacity=3), **options)
+    again.load_state_dict(through_a_file(stopped.state_dict()))
+    assert again.num_tasks == stopped.num_tasks == 4 and play(straight, 20) == play(again, 20)
+    with pytest.raises(ValueError, match="does not fit the LeaguePlay"):
+        again.load_state_dict(stopped.curriculum.state_dict())
+
+
+def test_a_league_gives_openings_and_opponents_through_the_queue():
+    dual = DualCurriculum(DomainRandomization(9, seed=1), LeaguePlay(league(n=3, seed=2), self_play_share=0.5, seed=3))
+    with make_multiprocessing_curriculum(dual, start=False) as curriculum:
+        space = dual.task_space
+        env = GymnasiumSyncWrapper(TaskWrapper(gym.make("CartPole-v1")), space, curriculum.components)
+        tasks = [env.reset()[1]["task"] for _ in range(40)]
+        env.close()
+    openings, opponents = map(set, zip(*tasks))
+    assert opponents == {NEWEST, 0, 1, 2} and openings <= set(range(9))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"self_play_share": 1.5}, r"self_play_share=1.5: must be in \[0, 1\]"),
+        ({"snapshot_interval": 0}, "snapshot_interval=0: must be 1 or more"),
+        ({"snapshot_win_rate": float("nan")}, "snapshot_win_rate=nan"),
+        ({"curriculum": SelfPlay(np.zeros(1))}, r"must be a \(Prioritized\)FictitiousSelfPlay"),
+    ],
+)
+def test_bad_options_of_a_league_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        LeaguePlay(**{"curriculum": league(n=1)} | options)

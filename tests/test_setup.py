@@ -67,6 +67,21 @@ CORE = [
 ]
 
 
+@pytest.mark.parametrize("name", ["a & b", "100%", "a'b", "["])
+def test_a_checkout_may_have_any_name(tmp_path, name):
+    (tmp_path / name).mkdir()
+    tree = Tree(tmp_path / name)
+    assert tree.run("--extra", "ray", "hello.py", "1")[0] == 0
+    assert tree.calls() == [CORE[0], f"{PIP} -rrequirements.txt -rscripts/extras/ray.txt", CORE[2], "hello.py 1"]
+    assert tree.run("hello.py", "2")[0] == 0 and tree.calls() == ["hello.py 2"]
+
+
+@pytest.mark.parametrize("extra", ["../requirements-nodeps", "./ray", "", "ray.txt"])
+def test_an_extra_is_a_name_and_no_path(tree, extra):
+    code, _, err = tree.run("--extra", extra, "hello.py")
+    assert code == 2 and f"there is no extra '{extra}'; choose from: atari " in err and tree.calls() == []
+
+
 def test_usage(tree):
     code, out, err = tree.run("--help")
     assert (code, err) == (0, "")

@@ -15,14 +15,28 @@ SCRIPTS = sorted((ROOT / "algos").glob("*.py"))
 TWO_UPDATES = {  # arguments with which a script makes exactly two updates
     "appo_pfsp.py": "--env-id rps --num-actors 1 --envs-per-actor 4 --batch-rollouts 4 --num-steps 8 "
     "--log-interval 1 --eval-episodes 2 --total-timesteps 64",
+    "appo_pfsp_openspiel.py": "--env-id kuhn_poker --num-actors 1 --envs-per-actor 4 --batch-rollouts 4 --num-steps 8 "
+    "--log-interval 1 --eval-episodes 2 --total-timesteps 64",
     "dqn_taper.py": "--env-id two-rooms-rare --num-envs 2 --num-steps 16 --learning-starts 16 --batch-size 8 "
     "--eval-episodes 2 --total-timesteps 64",
+    "dqn_taper_crafter.py": "--env-id CartPole-v1 --num-envs 2 --num-steps 16 --learning-starts 16 "
+    "--batch-size 8 --eval-episodes 2 --total-timesteps 64",
+    "dqn_taper_minigrid.py": "--env-id MiniGrid-Empty-5x5-v0 --num-envs 2 --num-steps 16 --learning-starts 16 "
+    "--batch-size 8 --eval-episodes 2 --total-timesteps 64",
     "impala_popart.py": "--suite mixed --num-actors 1 --envs-per-actor 4 --batch-rollouts 4 --num-steps 8 "
     "--log-interval 1 --eval-episodes 1 --total-timesteps 64",
+    "impala_popart_atari.py": "--env-id Pong-v5 --network nature --num-actors 1 --envs-per-actor 2 --batch-rollouts 2 "
+    "--num-steps 8 --log-interval 1 --eval-episodes 1 --eval-max-steps 20 --total-timesteps 32",
+    "impala_popart_procgen.py": "--env-id bigfish --network nature --num-actors 1 --envs-per-actor 2 "
+    "--batch-rollouts 2 --num-steps 8 --log-interval 1 --eval-episodes 1 --eval-max-steps 20 --total-timesteps 32",
     "ppo.py": "--env-id CartPole-v1 --num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 "
     "--total-timesteps 64",
+    "ppo_vector.py": "--env-id CartPole-v1 --num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 "
+    "--vectorization async --norm-obs --norm-reward --total-timesteps 64",
     "ppo_plr.py": "--env-id bigfish --network nature --num-envs 4 --num-steps 16 --num-minibatches 2 "
-    "--total-timesteps 128 --num-levels 8 --eval-episodes 1",
+    "--total-timesteps 128 --num-levels 8 --eval-episodes 1 --final-eval-episodes 2",
+    "ppo_plr_minigrid.py": "--env-id MiniGrid-Empty-5x5-v0 --num-envs 4 --num-steps 16 --num-minibatches 2 "
+    "--total-timesteps 128 --num-levels 8 --eval-episodes 1 --final-eval-episodes 2",
 }
 
 IMPORT = """

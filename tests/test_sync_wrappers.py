@@ -27,12 +27,9 @@ from curricula.domain_randomization import DomainRandomization
 from curricula.manual import Manual
 from curricula.plr_async import AsyncPrioritizedLevelReplay
 from curricula.sequential import SequentialCurriculum
-from curricula.sync import (
-    GymnasiumSyncWrapper,
-    PettingZooSyncWrapper,
-    SyncComponents,
-    make_multiprocessing_curriculum,
-)
+from curricula.sync import SyncComponents
+from curricula.sync_envs import GymnasiumSyncWrapper, PettingZooSyncWrapper
+from curricula.sync_learner import make_multiprocessing_curriculum
 
 pytestmark = pytest.mark.filterwarnings("ignore:environment .* is gone without close")
 
@@ -1409,7 +1406,7 @@ def test_importing_has_no_side_effects():
         import os, sys, threading, numpy as np
         before = np.geterr(), np.random.get_state()[1].tolist(), set(os.listdir("/dev/shm")), threading.active_count()
         fds = len(os.listdir("/proc/self/fd"))
-        import curricula.sync
+        import curricula
         assert before == (np.geterr(), np.random.get_state()[1].tolist(), set(os.listdir("/dev/shm")), 1)
         assert len(os.listdir("/proc/self/fd")) == fds
         assert not {"torch", "ray", "matplotlib", "pettingzoo"} & set(sys.modules)

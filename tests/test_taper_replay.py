@@ -1,5 +1,5 @@
-"""The replay of algos/dqn_taper.py alone, against the vectors, an oracle that keeps the whole history, and the probes
-of public fault reports (RPL, CKP, B)."""
+"""The replay of curricula/taper.py alone, against the vectors, an oracle that keeps the whole history, and the probes
+of public fault reports (RPL, CKP, B). tests/test_lean.py finds the scripts' lean form equal to it."""
 
 import copy
 import io
@@ -16,8 +16,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from algos import dqn_taper as taper
 from algos.ppo import pack
+from curricula import taper
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "taper.json").read_text())
 KINDS = taper.TaskPrioritizedReplay.KINDS

@@ -4,7 +4,8 @@
 
 `expanding` starts episodes near the balance and widens the range with success, `full` uses the widest range all the
 time; both are evaluated on the widest. Beyond 0.209 rad the pole counts as fallen: with the paper's range of 0.3 no
-policy can save 29 % of the evaluation's starts, and the best return is 354. Writes curves.png and table.md to `out`.
+policy can save 29 % of the evaluation's starts, and the best return is 354. Writes curves.png and table.md to `out`
+(those of the README: --out benchmark/results/cartpole_curriculum).
 """
 
 import sys
@@ -24,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from curricula.annealing import ExpandingBox  # noqa: E402
 from curricula.core import BoxTaskSpace  # noqa: E402
 from curricula.manual import Constant  # noqa: E402
-from curricula.sync import GymnasiumSyncWrapper, make_multiprocessing_curriculum  # noqa: E402
+from curricula.sync_envs import GymnasiumSyncWrapper  # noqa: E402
+from curricula.sync_learner import make_multiprocessing_curriculum  # noqa: E402
 from curricula.task_wrappers import CartPoleTaskWrapper  # noqa: E402
 
 ARMS = {"expanding": "#0072B2", "full": "#D55E00"}
@@ -41,7 +43,7 @@ class Args:
     learning_rate: float = 1e-3
     eval_episodes: int = 400  # greedy, the same starts every time
     eval_interval: int = 10  # updates between two evaluations
-    out: Path = Path("benchmark/results/cartpole_curriculum")  # folder for curves.png and table.md
+    out: Path = Path("runs/cartpole_curriculum")  # folder for curves.png and table.md
 
 
 def evaluate(actor, args):

@@ -23,7 +23,8 @@ from pettingzoo.classic import rps_v2
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from curricula.core import PettingZooTaskWrapper, TaskSpace  # noqa: E402
 from curricula.self_play import FictitiousSelfPlay, PrioritizedFictitiousSelfPlay, SelfPlay  # noqa: E402
-from curricula.sync import PettingZooSyncWrapper, make_multiprocessing_curriculum  # noqa: E402
+from curricula.sync_envs import PettingZooSyncWrapper  # noqa: E402
+from curricula.sync_learner import make_multiprocessing_curriculum  # noqa: E402
 
 PAYOFF = np.array([[0, -1, 1], [1, 0, -1], [-1, 1, 0]])  # of rock, paper, scissors (rows) against each of them
 

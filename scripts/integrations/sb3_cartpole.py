@@ -22,7 +22,8 @@ from stable_baselines3.common.vec_env import SubprocVecEnv
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from curricula.annealing import ExpandingBox  # noqa: E402
 from curricula.core import BoxTaskSpace  # noqa: E402
-from curricula.sync import GymnasiumSyncWrapper, make_multiprocessing_curriculum  # noqa: E402
+from curricula.sync_envs import GymnasiumSyncWrapper  # noqa: E402
+from curricula.sync_learner import make_multiprocessing_curriculum  # noqa: E402
 from curricula.task_wrappers import CartPoleTaskWrapper  # noqa: E402
 
 

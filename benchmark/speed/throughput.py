@@ -1,7 +1,7 @@
 """Steps per second of algos/ppo_plr.py on Procgen, beside two plain loops of the same network, in one run.
 
-    python benchmark/throughput.py                        # both networks, 3 rounds, about 15 minutes on 2 cores
-    python benchmark/throughput.py --networks nature --rounds 1
+    python benchmark/speed/throughput.py                  # both networks, 3 rounds, about 15 minutes on 2 cores
+    python benchmark/speed/throughput.py --networks nature --rounds 1
 
 The shape is the paper's: 64 environments x 256 steps, 3 epochs of 8 minibatches of 2,048. Every arm is a process of its
 own; the arms take turns, and the table gives the median of the rounds. Arms:
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import tyro
 
-SCRIPT = Path(__file__).parents[1] / "algos" / "ppo_plr.py"
+SCRIPT = Path(__file__).parents[2] / "algos" / "ppo_plr.py"
 sys.path.insert(0, str(SCRIPT.parent))
 import ppo_plr  # noqa: E402
 
@@ -89,24 +89,22 @@ def run_loop(args, network):
         envs.set_level(i, i)
     shape, dtype = ((3, 64, 64), torch.float32) if plain else ((64, 64, 3), torch.uint8)
     obs, generator = torch.zeros(T, N, *shape, dtype=dtype), torch.Generator().manual_seed(0)
-    clock = ppo_plr.Stopwatch()
+    begun = time.perf_counter()
     for t in range(T):
         raw = torch.as_tensor(envs.obs)
         obs[t] = raw.permute(0, 3, 1, 2) if plain else raw
         action = agent.act(obs[t], generator)[0].numpy()
-        clock.lap("inference")
         ended = envs.step(action)[2]
         for i in np.flatnonzero(ended):
             envs.set_level(i, i)
-        clock.lap("env")
+    collected = time.perf_counter()
     flat = {"obs": obs.flatten(0, 1)} | random_batch(T * N)
     for rows in np.array_split(np.random.default_rng(0).permutation(T * N), MINIBATCHES)[: args.minibatches]:
         textbook_gradients(ppo_plr, agent, flat, rows, piece)
         torch.nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
         optimizer.step()
-    clock.lap("update")
-    clock.total["update"] *= EPOCHS * MINIBATCHES / args.minibatches
-    return clock.total
+    updated = (time.perf_counter() - collected) * EPOCHS * MINIBATCHES / args.minibatches
+    return {"collect": collected - begun, "update": updated}
 
 
 def run_script(args, network, curriculum):
@@ -115,9 +113,9 @@ def run_script(args, network, curriculum):
         command = [sys.executable, SCRIPT, "--env-id", args.env_id, "--network", network, "--curriculum", curriculum,
                    "--total-timesteps", T * N * args.updates, "--eval-interval", 0, "--final-eval-episodes", 1,
                    "--run-dir", folder, "--progress", "none"]  # fmt: skip
-        subprocess.run([str(part) for part in command], check=True)
+        subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)  # not its result
         row = json.loads(next(Path(folder).rglob("metrics.jsonl")).read_text().splitlines()[-1])
-    return {name: row[f"perf/{name}_s"] for name in ("inference", "env", "update", "curriculum")}
+    return {name: row[f"perf/{name}_s"] for name in ("collect", "update")}
 
 
 def check_gradients():
@@ -165,17 +163,16 @@ def main(args):
                 )
 
     print(f"\nSteps per second: {args.env_id}, {N} x {T}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print("\n| network | arm | steps/s | env | inference | learning | curriculum | x plain | x simple |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("\n| network | arm | steps/s | collecting | learning | x plain | x simple |")
+    print("|---|---|---|---|---|---|---|")
     for network in args.networks:
         rate = {
             arm: [T * N / sum(s.values()) for s in rounds[network, arm]] for arm in ("plr", "dr", "simple", "plain")
         }
         for arm, rates in rate.items():
             seconds = rounds[network, arm]
-            share = {k: statistics.median(s.get(k, 0) / sum(s.values()) for s in seconds)
-                     for k in ("env", "inference", "update", "curriculum")}  # fmt: skip
-            shares = " | ".join(f"{share[k]:.1%}" for k in ("env", "inference", "update", "curriculum"))
+            shares = " | ".join(f"{statistics.median(s[k] / sum(s.values()) for s in seconds):.1%}"
+                                for k in ("collect", "update"))  # fmt: skip
             ratios = " | ".join(f"{statistics.median(a / b for a, b in zip(rates, rate[base])):.2f}"
                                 for base in ("plain", "simple"))  # fmt: skip
             print(f"| {network} | {arm} | {statistics.median(rates):.0f} | {shares} | {ratios} |")

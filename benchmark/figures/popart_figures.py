@@ -2,7 +2,7 @@
 statistics mu and sigma of its values. Also a table of every game's last evaluation.
 
     scripts/run --extra benchmark benchmark/run.py collect impala_mixed
-    scripts/run --extra benchmark benchmark/popart_figures.py impala_mixed    # writes <results>/<suite>/figures/games.*
+    scripts/run --extra benchmark benchmark/figures/popart_figures.py impala_mixed    # figures/games.* there
 """
 
 import sys
@@ -15,15 +15,16 @@ import numpy as np
 import pandas as pd
 import tyro
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.figures import SETTINGS, legend, panels, save, styles  # noqa: E402
+from benchmark.runner.figures import SETTINGS, legend, named, panels, save, styles  # noqa: E402
+from benchmark.runner.suite import RESULTS  # noqa: E402
 
 
 @dataclass
 class Args:
     suite: Annotated[str, tyro.conf.Positional]  # its name
-    results: Path = ROOT / "benchmark" / "results"  # folder of the suites' results
+    results: Path = RESULTS  # folder of the suites' results, as of run.py
     bins: int = 40  # points of a curve: means of a run's episodes between two of them
 
 
@@ -44,7 +45,7 @@ def draw(metrics, games, algorithms, edges):
             runs = np.array([curve(run, edges) for _, run in rows.groupby("seed")])
             if len(runs):
                 returns.plot(x, runs.T, alpha=0.3, linewidth=0.6, **looks[name])
-                returns.plot(x, runs.mean(0), label=name, **looks[name])
+                returns.plot(x, runs.mean(0), label=named(name), **looks[name])
         for (name, _), run in metrics[metrics["key"] == f"popart/{game}/mu"].groupby(["algorithm", "seed"]):
             spread = metrics[(metrics["key"] == f"popart/{game}/sigma") & (metrics["run_id"] == run["run_id"].iloc[0])]
             mu, sigma = curve(run, edges), curve(spread, edges)

@@ -1,6 +1,6 @@
-"""Gradient steps per second of algos/dqn_taper.py beside Stable-Baselines3's DQN, in one run.
+"""Gradient steps per second of algos/dqn_taper_crafter.py beside Stable-Baselines3's DQN, in one run.
 
-    scripts/run --extra sb3 benchmark/dqn_throughput.py                   # 5 rounds, about 4 minutes
+    scripts/run --extra sb3 benchmark/speed/dqn_throughput.py             # 5 rounds, about 4 minutes
 
 Both train one task (the environment's reward) from uniform replay, with random behaviour, and share the network, the
 batch, the schedule and the number of environments: the script's defaults. Every arm is a process of its own with one
@@ -23,9 +23,9 @@ from typing import Literal
 import torch
 import tyro
 
-SCRIPT = Path(__file__).parents[1] / "algos" / "dqn_taper.py"
+SCRIPT = Path(__file__).parents[2] / "algos" / "dqn_taper_crafter.py"
 sys.path.insert(0, str(SCRIPT.parent))
-import dqn_taper  # noqa: E402
+import dqn_taper_crafter as dqn_taper  # noqa: E402
 
 
 @dataclass
@@ -88,7 +88,7 @@ def run_script(args, *flags):
 def main(args):
     if args.arm:
         return print(json.dumps(run_sb3(args)))
-    rounds = {"dqn_taper.py": [], "dqn_taper.py --no-double-q": [], "Stable-Baselines3": []}
+    rounds = {"dqn_taper_crafter.py": [], "dqn_taper_crafter.py --no-double-q": [], "Stable-Baselines3": []}
     for number in range(args.rounds):
         for arm, found in rounds.items():
             if arm == "Stable-Baselines3":
@@ -101,7 +101,7 @@ def main(args):
             found.append((updates / learning, updates / loop))
             print(f"round {number + 1} {arm}: {found[-1][0]:.0f} updates/s learning, {found[-1][1]:.0f} in the loop",
                   flush=True)  # fmt: skip
-    script = dqn_taper.Args()
+    script = dqn_taper.Args(env_id=args.env_id)
     print(
         f"\nGradient steps per second: {args.env_id}, {script.num_envs} environments, 2 x {script.hidden_size} "
         f"units, batch {script.batch_size}, 1 thread, torch {torch.__version__}, medians of {args.rounds} rounds\n"

@@ -1,7 +1,7 @@
-"""Insertions, draws and new priorities per CPU second of the replay of algos/dqn_taper.py, beside cpprb, in one run.
+"""Insertions, draws and new priorities per CPU second of the replay of curricula/taper.py, beside cpprb, in one run.
 
-    python benchmark/replay_throughput.py                               # 10^4 to 10^7 transitions, 5 minutes, 3 GB
-    python benchmark/replay_throughput.py --capacities 1e5 --peer none
+    python benchmark/speed/replay_throughput.py                         # 10^4 to 10^7 transitions, 5 minutes, 3 GB
+    python benchmark/speed/replay_throughput.py --capacities 1e5 --peer none
 
 cpprb (C++) is no requirement: `.venv/bin/pip install --no-deps cpprb==11.0.0`. Both hold MiniGrid's observations (7 x 7
 x 3 bytes; ours once, cpprb s and s', because its `next_of` is for one environment), four rewards and betas, episodes of
@@ -22,8 +22,8 @@ from typing import Literal
 import numpy as np
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from algos.dqn_taper import TaskPrioritizedReplay  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from curricula.taper import TaskPrioritizedReplay  # noqa: E402
 
 OBS, TASKS, T, ENVS, FILL = (7, 7, 3), 4, 100, 16, 1000  # FILL environments at once fill the replay before it is timed
 ALPHA, IS_BETA = 0.6, 0.4
@@ -33,7 +33,7 @@ ALPHA, IS_BETA = 0.6, 0.4
 class Args:
     capacities: tuple[float, ...] = (1e4, 1e5, 1e6, 1e7)  # transitions
     kinds: tuple[Literal["uniform", "per", "taper", "taper_td"], ...] = ("uniform", "per", "taper", "taper_td")
-    files: bool = True  # also taper in memory-mapped files, as the script keeps it, in a temporary folder
+    files: bool = True  # also taper in memory-mapped files, in a temporary folder
     peer: Literal["cpprb", "none"] = "cpprb"  # measured beside ours: its uniform and its PER replay
     batch_size: int = 64  # transitions of a draw
     seconds: float = 0.5  # CPU time of each measurement

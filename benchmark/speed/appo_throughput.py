@@ -1,7 +1,7 @@
 """Environment steps per second of algos/appo_pfsp.py, learning on, beside OpenSpiel's PyTorch PPO, in one run.
 
-    scripts/run --extra openspiel benchmark/appo_throughput.py                     # about 4 minutes on 2 cores
-    scripts/run --extra openspiel benchmark/appo_throughput.py --rounds 1 --seconds 5
+    scripts/run --extra openspiel benchmark/speed/appo_throughput.py               # about 4 minutes on 2 cores
+    scripts/run --extra openspiel benchmark/speed/appo_throughput.py --rounds 1 --seconds 5
 
 Both play Connect Four against a copy of themselves; a step is the learner's move with the opponent's reply. The same
 network (two layers of 256 units, shared by policy and value), 64 games, updates from 64 x 32 steps in 2 epochs of 4
@@ -25,7 +25,7 @@ import torch
 import tyro
 from torch import nn
 
-SCRIPT = Path(__file__).parents[1] / "algos" / "appo_pfsp.py"
+SCRIPT = Path(__file__).parents[2] / "algos" / "appo_pfsp.py"
 GAMES, STEPS = 64, 32
 ARMS = {  # of ours: its arguments
     "appo_pfsp self, 0 actors": ["--opponents", "self", "--num-actors", "0"],

@@ -11,6 +11,12 @@ from pathlib import Path
 HOST = socket.gethostname()
 PLACE = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")  # of our pids
 STALE_S = 600  # a machine that has not given a sign of life for so long has lost its runs
+STATES = "running", "done", "failed", "interrupted"
+FIELDS = {"attempts": int, "command": str | list, "host": str, "place": str, "started": int | float,
+          "heartbeat": int | float, "runner": int | None, "pid": int | None, "reason": str | None,
+          "retry": bool | None, "last_line": str | None}  # of every record; what is missing is None  # fmt: skip
+DAMAGED = {"state": "interrupted", "reason": "its entry was damaged", "attempts": 0, "command": "", "host": HOST,
+           "place": PLACE, "pid": None, "runner": None, "runner_started": 0, "started": 0, "heartbeat": 0}  # fmt: skip
 
 
 def started(pid):
@@ -38,6 +44,19 @@ def outlook(record, retry_failed=False):
     return "open" if record["state"] == "failed" and (retry_failed or record["retry"]) else "closed"
 
 
+def read_record(path):
+    """The record in a file, or None. One that cannot be read (the machine lost power), or that is of another shape, is
+    that of a dead runner."""
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        return DAMAGED
+    right = isinstance(record, dict) and record.get("state") in STATES
+    return record if right and all(isinstance(record.get(key), kind) for key, kind in FIELDS.items()) else DAMAGED
+
+
 class Ledger:
     """Records {"state": "running" | "done" | "failed" | "interrupted", "reason", "last_line", "command", "attempts",
     "host", "pid", "heartbeat", "started", "ended", ...} by run id; a run without one is pending.
@@ -50,18 +69,8 @@ class Ledger:
         self.folder, self.claims, self.known = folder / "ledger", folder / "ledger" / "claims", {}
         self.claims.mkdir(parents=True, exist_ok=True)
 
-    def read(self, path):
-        """The record in a file, or None. One that cannot be read (the machine lost power) is that of a dead runner."""
-        try:
-            return json.loads(path.read_text())
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            gone = {"host": HOST, "place": PLACE, "pid": None, "runner": None, "runner_started": 0, "heartbeat": 0}
-            return {"state": "interrupted", "reason": "its entry was damaged", "attempts": 0, "command": ""} | gone
-
     def get(self, run_id):
-        return self.read(self.folder / f"{run_id}.json")
+        return read_record(self.folder / f"{run_id}.json")
 
     def records(self):
         """{run id: record}; reads only what changed since the last call."""
@@ -69,7 +78,7 @@ class Ledger:
             if entry.name.endswith(".json"):
                 stamp = entry.stat().st_mtime_ns, entry.inode()
                 if self.known.get(entry.name, (None,))[0] != stamp:
-                    self.known[entry.name] = stamp, self.read(Path(entry.path))
+                    self.known[entry.name] = stamp, read_record(Path(entry.path))
         return {name[:-5]: record for name, (_, record) in self.known.items() if record is not None}
 
     def claim(self, run_id, seen, command):
@@ -87,7 +96,7 @@ class Ledger:
             try:
                 self.write(run_id, record, os.link, claim)
             except FileExistsError:
-                other = self.read(claim)
+                other = read_record(claim)
                 if other is None or alive(other):
                     return None
                 attempt += 1  # it died between its claim and its first entry

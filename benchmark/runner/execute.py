@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark.board import Board, finished, run_directory
-from benchmark.ledger import Ledger, outlook, started
-from benchmark.suite import ROOT
+from benchmark.runner.board import Board, finished, run_directory
+from benchmark.runner.ledger import Ledger, outlook, started
+from benchmark.runner.suite import ROOT
 
 POLL_S, HEARTBEAT_S = 0.5, 30  # between looks at a child; between signs of life in the ledger
 STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGKILL  # to a child: after its update, at once, without a checkpoint

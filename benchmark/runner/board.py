@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from benchmark.ledger import alive
+from benchmark.runner.ledger import alive
 
 REFRESH_S, LINE_S = 2, 30  # on a terminal, elsewhere
 

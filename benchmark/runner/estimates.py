@@ -1,11 +1,15 @@
 """Estimates over seeds and environments, and their 95 % intervals (Agarwal et al. 2021, "Deep RL at the edge of the
 statistical precipice"), in numpy.
 
-Scores are normalised and stand in arrays (..., seeds, environments). Intervals are percentiles of a stratified
-bootstrap: seeds are drawn with replacement in each environment for itself. A single seed has no interval: None.
+Scores of several environments are normalised and stand in arrays (..., seeds, environments). Their intervals are
+percentiles of a stratified bootstrap: seeds are drawn with replacement in each environment for itself. Means over seeds
+of one environment have t intervals: a bootstrap of few seeds is too narrow. A single seed has no interval: None.
 """
 
 import numpy as np
+from scipy.special import stdtrit
+
+ORDER_SEEDS = 5  # fewer runs than these bear no statement of order
 
 
 def iqm(scores):
@@ -61,7 +65,39 @@ def profile(scores, thresholds):
     return (scores[..., None] > thresholds).mean((-3, -2))
 
 
-def best(values):
-    """Name of the highest finite value (None if there is none), and the names whose value is not finite."""
-    finite = {name: value for name, value in values.items() if np.isfinite(value)}
-    return max(finite, key=finite.get, default=None), [name for name in values if name not in finite]
+def t_interval(scores):
+    """Lower and upper bound (2, ...) of the mean over the first axis of (seeds, ...), or None for one seed."""
+    n = len(scores)
+    if n < 2:
+        return None
+    half = stdtrit(n - 1, 0.975) * scores.std(0, ddof=1) / np.sqrt(n)
+    return np.array([scores.mean(0) - half, scores.mean(0) + half])
+
+
+def difference(x, y):
+    """Bounds of mean(x) - mean(y) by Welch's t interval; None if a side has one seed."""
+    if min(len(x), len(y)) < 2:
+        return None
+    parts, gap = np.array([np.var(z, ddof=1) / len(z) for z in (x, y)]), np.mean(x) - np.mean(y)
+    if not parts.any():
+        return np.array([gap, gap])
+    degrees = parts.sum() ** 2 / (parts**2 / [len(x) - 1, len(y) - 1]).sum()
+    half = stdtrit(degrees, 0.975) * np.sqrt(parts.sum())
+    return np.array([gap - half, gap + half])
+
+
+def better(x, y, sign=1):
+    """Whether x may be called better than y (sign -1: lower): enough seeds on both sides, and the interval of their
+    difference lies on the one side of 0."""
+    return min(len(x), len(y)) >= ORDER_SEEDS and bool((sign * difference(x, y) > 0).all())
+
+
+def orders(scores, sign=1):
+    """name -> those than which it may be called better; scores: name -> (seeds,)."""
+    found = {name: [other for other, y in scores.items() if better(x, y, sign)] for name, x in scores.items()}
+    return {name: others for name, others in found.items() if others}
+
+
+def best(orders, names):
+    """The one that may be called better than each of the others, or None."""
+    return next((name for name, others in orders.items() if len(others) == len(names) - 1), None)

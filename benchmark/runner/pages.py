@@ -11,10 +11,16 @@ import re
 CAPTIONS = {
     "aggregate": "Estimates over all environments and their 95 % intervals.",
     "improvement": "Probability that a run of the one beats a run of the other on the same environment.",
-    "profile": "Performance profiles: the share of runs above a score.",
+    "profile": "Performance profiles: the share of runs better than a score.",
     "efficiency": "Interquartile mean over steps, and over the time of a run up to the end of the first.",
     "curves": "Each run (thin), the mean where all have a value (thick) and its 95 % interval.",
 }
+
+
+def plain(text):
+    """Markdown in which names are no HTML: outside `code`, which shows them as they are."""
+    parts = re.split(r"(`[^`]+`)", text)
+    return "".join(part if part.startswith("`") else html.escape(part, quote=False) for part in parts)
 
 
 def markdown(content):
@@ -23,13 +29,14 @@ def markdown(content):
     for kind, what in content:
         if kind == "table":
             header, rows = what
-            cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, ["---"] * len(header), *rows)]
+            rows = header, ["---"] * len(header), *rows
+            cells = [[plain(cell).replace("|", "\\|") for cell in row] for row in rows]
             lines += [f"| {' | '.join(row)} |" for row in cells]
         elif kind == "figure":
             picture = f"![{CAPTIONS[what]}](figures/{what}.png)"
             lines += [picture, "", f"*{CAPTIONS[what]}* [SVG](figures/{what}.svg)"]
         else:
-            lines.append(forms[kind].format(what))
+            lines.append(forms[kind].format(what if kind == "code" else plain(what)))
         lines.append("")
     return "\n".join(lines)
 

@@ -2,7 +2,7 @@
 rock-paper-scissors and of their average, and each game's NashConv over the steps, of the average and the newest policy.
 
     scripts/run --extra benchmark benchmark/run.py collect pfsp_small
-    scripts/run --extra benchmark benchmark/pfsp_figures.py pfsp_small    # <results>/<suite>/figures/equilibrium.*
+    scripts/run --extra benchmark benchmark/figures/pfsp_figures.py pfsp_small    # figures/equilibrium.* there
 """
 
 import importlib.util
@@ -20,9 +20,10 @@ import pandas as pd
 import tyro
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmark.figures import SETTINGS, WIDTH, save, styles  # noqa: E402
+from benchmark.runner.figures import SETTINGS, WIDTH, named, save, styles  # noqa: E402
+from benchmark.runner.suite import RESULTS  # noqa: E402
 
 CORNERS = np.array([[0.5, 0.75**0.5], [0, 0], [1, 0]])  # rock, paper, scissors; the middle is the mean
 EQUILIBRIA = {"rps": [1 / 3, 1 / 3, 1 / 3], "biased_rps": [1 / 4, 1 / 2, 1 / 4]}
@@ -31,7 +32,7 @@ EQUILIBRIA = {"rps": [1 / 3, 1 / 3, 1 / 3], "biased_rps": [1 / 4, 1 / 2, 1 / 4]}
 @dataclass
 class Args:
     suite: Annotated[str, tyro.conf.Positional]  # its name
-    results: Path = Path("benchmark/results")  # folder of the suites' results, as of run.py
+    results: Path = RESULTS  # folder of the suites' results, as of run.py
     seed: int = 1  # whose paths are drawn
 
 
@@ -45,7 +46,7 @@ def league_policies(run):
     spec.loader.exec_module(module)
     args = SimpleNamespace(**json.loads((run / "config.json").read_text())["args"])
     state = torch.load(sorted((run / "checkpoints").glob("*.pt"))[-1], weights_only=True, map_location="cpu")
-    snapshots = module.snapshot_policies(state["league"]["curriculum"]["agents"], args)
+    snapshots = module.as_policies(state["league"]["agents"], args)
     first = np.eye(2, dtype=np.float32)[:1], np.ones((1, 3), bool)
     return np.concatenate([policy(*first) for policy in snapshots])
 
@@ -71,7 +72,7 @@ def draw_curves(axis, metrics, algorithms, looks):
             look = looks[name] | {"linestyle": dashes}
             if key == "eval/nash_conv_average":
                 axis.plot(table.index / 1e3, table, alpha=0.3, linewidth=0.6, **look)
-            label = f"{name}, {'average' if dashes == '-' else 'newest'}"
+            label = f"{named(name)}, {'average' if dashes == '-' else 'newest'}"
             axis.plot(table.index / 1e3, table.mean(axis=1), label=label, **look)
     axis.set(yscale="log", xlabel="thousand steps")
 
@@ -87,7 +88,13 @@ def main(args):
         raise SystemExit(f"error: {folder} holds no eval/nash_conv: is it a suite of appo_pfsp.py with exact games?")
     algorithms, games = list(runs["algorithm"].drop_duplicates()), list(runs["env_id"].drop_duplicates())  # its order
     looks, matrix = styles({"algorithms": algorithms}), [game for game in games if game in EQUILIBRIA]
-    done = runs[(runs["state"] == "done") & (runs["seed"] == args.seed)].set_index(["env_id", "algorithm"])["path"]
+    done = runs[(runs["state"] == "done") & (runs["seed"] == args.seed) & runs["env_id"].isin(matrix)]
+    done = done.set_index(["env_id", "algorithm"])["path"]
+    for path in done:
+        if not Path(path).resolve().is_relative_to(folder.resolve()):
+            raise SystemExit(f"error: {folder / 'runs.parquet'} names a run outside of it, {path}: its code is not run")
+    if len(done):
+        print(f"note: runs the code.py of {len(done)} runs in {folder}, as {done.iloc[0]}", file=sys.stderr)
     heights = [1.6] * bool(matrix) + [2.8]
     with matplotlib.rc_context(SETTINGS):
         figure = Figure((WIDTH, sum(heights)), layout="constrained")

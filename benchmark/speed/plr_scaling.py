@@ -1,4 +1,4 @@
-"""Cost of prioritized level replay as levels grow: `python benchmark/plr_scaling.py` prints a markdown table.
+"""Cost of prioritized level replay as levels grow: `python benchmark/speed/plr_scaling.py` prints a markdown table.
 
 draw: `sample()` while scores stand still. interleaved: an update by one episode and a `sample()`, in turn. rollout: one
 `update_from_rollout` of T=256, N=64 with about 200 ended episodes, then `after_update`. Each is the median and, in
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from curricula.plr import PrioritizedLevelReplay  # noqa: E402
 
 

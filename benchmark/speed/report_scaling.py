@@ -1,7 +1,7 @@
 """Time and memory of collect and report on made-up runs of 10 algorithms on 50 environments.
 
-    python benchmark/report_scaling.py                            # 10,000 runs of 1,000 points: 1.5 GB in the folder
-    python benchmark/report_scaling.py --runs 1000 --folder scaling   # a tenth; the folder stays
+    python benchmark/speed/report_scaling.py                                # 10,000 runs of 1,000 points: 1.5 GB
+    python benchmark/speed/report_scaling.py --runs 1000 --folder scaling   # a tenth; the folder stays
 
 Every point has a return and a speed, every tenth an evaluation: the metric. Prints a table of seconds and peak memory,
 of a fresh process each: collect 99 % of the runs, once more with nothing new, with the rest; report.
@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmark.collect import collect  # noqa: E402
-from benchmark.report import report  # noqa: E402
-from benchmark.suite import Suite  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmark.runner.collect import collect  # noqa: E402
+from benchmark.runner.report import report  # noqa: E402
+from benchmark.runner.suite import Suite  # noqa: E402
 
 STEP = 1000  # environment steps between points
 

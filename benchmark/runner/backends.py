@@ -9,35 +9,37 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmark import execute, suite
-from benchmark.ledger import HOST
+from benchmark.runner import execute, suite
+from benchmark.runner.ledger import HOST
 
 MAX_ARRAY = 1000  # SLURM's usual limit (MaxArraySize 1001): beyond it a task of the array does several runs in turn
 
 SLURM = """\
 #!/bin/bash
 {options}
-cd {root}
+{log}cd {root}
 {command} &
-worker=$!
-trap 'kill -USR1 $worker' USR1 TERM # the runs leave checkpoints
+worker=$! again=no
+trap 'kill -USR1 $worker; again=yes' USR1 # time is nearly up: the runs leave checkpoints and go on later
+trap 'kill -TERM $worker' TERM # it was cancelled
 code=75
 while kill -0 $worker 2>/dev/null; do
   wait $worker
   code=$?
 done
-[[ $code -ne 75 ]] || scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"
+[[ $code$again != 75yes ]] || scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"
 exit $code
 """
 
 
 def slurm_script(plan, folder, runs, workers, extra, words):
-    """The text of an array script. `extra`: KEY=VALUE for further #SBATCH lines; `words`: further ones for a worker."""
+    """The text of an array script, which needs no file that only a real run writes. `extra`: KEY=VALUE for further
+    #SBATCH lines; `words`: further ones for a worker."""
     resources, tasks = plan.resources, min(len(runs), MAX_ARRAY)
     options = {
         "job-name": plan.name, "array": f"0-{tasks - 1}" + (f"%{workers}" if workers else ""),
-        "output": folder.resolve() / "logs" / "slurm-%A_%a.log", "open-mode": "append", "signal": "B:USR1@120",
-        "cpus-per-task": resources.threads, "requeue": None,
+        "output": "/dev/null", "open-mode": "append", "signal": "B:USR1@120", "cpus-per-task": resources.threads,
+        "requeue": None,
     }  # fmt: skip
     options |= {"mem": f"{math.ceil(resources.memory_gb * 1024)}M"} if resources.memory_gb < math.inf else {}
     options |= (
@@ -46,12 +48,16 @@ def slurm_script(plan, folder, runs, workers, extra, words):
         else {}
     )
     options |= {"gres": f"gpu:{math.ceil(resources.gpus)}"} if resources.gpus else {}
-    options |= dict(pair.partition("=")[::2] for pair in extra)
-    lines = [f"#SBATCH --{key}" + (f"={value}" if value else "") for key, value in options.items()]
-    command = [sys.executable, "benchmark/run.py", "worker", str(folder.resolve() / "suite.toml"), "--results",
+    own = dict(pair.partition("=")[::2] for pair in extra)
+    options |= own
+    lines = [f"#SBATCH --{key}" + (f"={shlex.quote(str(value))}" if value else "") for key, value in options.items()]
+    command = [sys.executable, "benchmark/run.py", "worker", str(plan.path.resolve()), "--results",
                str(folder.resolve().parent), *words, "--tasks", str(tasks), "--task"]  # fmt: skip
     command = f"{shlex.join(command)} $SLURM_ARRAY_TASK_ID"
-    return SLURM.format(options="\n".join(lines), root=shlex.quote(str(suite.ROOT)), command=command)
+    logs = shlex.quote(str(folder.resolve() / "logs"))  # SLURM itself would not make the folder
+    log = f'mkdir -p {logs} && exec >>{logs}/"slurm-${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID.log" 2>&1\n'
+    return SLURM.format(options="\n".join(lines), log="" if "output" in own else log,
+                        root=shlex.quote(str(suite.ROOT)), command=command)  # fmt: skip
 
 
 def submit_slurm(text, folder):
@@ -89,7 +95,7 @@ def ray_backend(plan, folder, workers, address):
         import sys
 
         sys.path.insert(0, root)  # of the node's own copy of this repository
-        from benchmark import backends
+        from benchmark.runner import backends
 
         return backends.ray_task(*rest)
 

@@ -1,8 +1,8 @@
 """What a curriculum costs environments in other processes: the Syllabus paper's Table 1, beside its public package.
 
-    scripts/run --extra nethack --extra ray benchmark/sync_overhead.py              # 10 minutes on 2 quiet cores
-    scripts/run --extra nethack --extra ray benchmark/sync_overhead.py --channel    # the channel alone, 4 minutes
-    scripts/run --extra nethack --extra ray benchmark/sync_overhead.py --check --rounds 1       # is it right? 2 minutes
+    scripts/run --extra nethack --extra ray benchmark/speed/sync_overhead.py        # 10 minutes on 2 quiet cores
+    scripts/run --extra nethack --extra ray benchmark/speed/sync_overhead.py --channel   # the channel alone, 4 minutes
+    scripts/run --extra nethack --extra ray benchmark/speed/sync_overhead.py --check --rounds 1   # right? 2 minutes
 
 N processes play M episodes each of NetHack (NetHackScore with all its observations, 146 KiB, or with blstats only) and
 of CartPole, in every arm with the same seeds and actions, and with a TaskWrapper also where there is no curriculum:
@@ -10,7 +10,7 @@ of CartPole, in every arm with the same seeds and actions, and with a TaskWrappe
 none: no curriculum. episodes: an update at each end. steps: also every step's reward, flags and progress.
 observations: and every observation, as it was when the environment returned it.
 
-ours: curricula/sync.py; ray: curricula/ray_sync.py with Ray actors, beside Ray actors without a curriculum; package:
+ours: curricula/sync*.py; ray: curricula/ray_sync.py with Ray actors, beside Ray actors without a curriculum; package:
 `syllabus-rl` 0.7, which is no requirement: `.venv/bin/pip install --no-deps syllabus-rl==0.7 joblib` (it also needs
 PettingZoo and Ray). Its steps always carry observations: in "steps" their keys are removed (CartPole's 4 floats stay);
 it sends references to NetHack's arrays, which the next step overwrites: in "observations" the environment copies them.
@@ -42,8 +42,8 @@ import gymnasium as gym
 import numpy as np
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from curricula import sync  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import curricula  # noqa: E402
 from curricula.core import Curriculum, TaskSpace, TaskWrapper  # noqa: E402
 
 MODES = {"episodes": (False, False), "steps": (True, False), "observations": (True, True)}  # what a curriculum requires
@@ -177,8 +177,10 @@ def connect(library, mode, workload, steps, processes, check=False, ahead=2):
         curriculum = syllabus.core.make_multiprocessing_curriculum(recorder, start=False, timeout=TIMEOUT)
         options |= {"remove_keys": list(getattr(make().observation_space, "spaces", ()))} if mode == "steps" else {}
     elif library == "ours":
-        curriculum = sync.make_multiprocessing_curriculum(recorder, max_envs=processes, timeout=TIMEOUT, start=False)
-        wrapper = sync.GymnasiumSyncWrapper
+        curriculum = curricula.make_multiprocessing_curriculum(
+            recorder, max_envs=processes, timeout=TIMEOUT, start=False
+        )
+        wrapper = curricula.GymnasiumSyncWrapper
     else:
         from curricula.ray_sync import RayGymnasiumSyncWrapper as wrapper
         from curricula.ray_sync import make_ray_curriculum
@@ -398,8 +400,8 @@ def main(args):
     libraries, workloads = list(args.libraries), list(args.workloads)
     for chosen, names, module, remedy in (
         (libraries, ["package"], "syllabus", ".venv/bin/pip install --no-deps syllabus-rl==0.7 joblib"),
-        (libraries, ["ray"], "ray", "scripts/run --extra ray benchmark/sync_overhead.py"),
-        (workloads, ["nle", "nle-blstats"], "nle", "scripts/run --extra nethack benchmark/sync_overhead.py"),
+        (libraries, ["ray"], "ray", "scripts/run --extra ray benchmark/speed/sync_overhead.py"),
+        (workloads, ["nle", "nle-blstats"], "nle", "scripts/run --extra nethack benchmark/speed/sync_overhead.py"),
     ):
         for name in set(names) & set(chosen) if importlib.util.find_spec(module) is None else ():
             chosen.remove(name)

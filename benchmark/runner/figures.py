@@ -12,7 +12,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 DASHES = ("-", "--", ":", "-.")
 MOST = 12  # algorithms in a figure: more could not be told apart
 WIDTH = 7.2  # inches: two columns of a paper
-SETTINGS = {"font.size": 8, "svg.hashsalt": "report", "axes.grid": True, "grid.alpha": 0.3}
+SETTINGS = {"font.size": 8, "svg.hashsalt": "report", "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
 
 
 def draw(folder, summary, curves):
@@ -37,9 +37,9 @@ def save(figure, path):
 
 def leading(summary, curves):
     """The same without all but the algorithms with the best places in the environments (a Borda count)."""
-    marks = Counter()
+    marks, sign = Counter(), -1 if summary["direction"] == "min" else 1
     for of in summary["environments"].values():
-        for place, name in enumerate(sorted(of, key=lambda name: of[name]["value"])):
+        for place, name in enumerate(sorted(of, key=lambda name: sign * of[name]["value"])):
             marks[name] += place + 1
     best = {name for name, _ in marks.most_common(MOST)}
     only = {key: {name: of for name, of in summary[key].items() if name in best} for key in ("aggregate", "efficiency")}
@@ -85,10 +85,15 @@ def dots(axis, rows):
     axis.set(yticks=range(len(rows)), yticklabels=[row[0] for row in rows], ylim=(len(rows) - 0.5, -0.5))
 
 
-def band(axis, x, line, style, label):
+def named(name):
+    """As a label: a legend leaves out those with a leading underscore."""
+    return f" {name}" if name.startswith("_") else name
+
+
+def band(axis, x, line, style, name):
     """line: middle, low, high, of which the last two may be None; where one is NaN, nothing is drawn."""
     middle, low, high = (None if part is None else np.array(part, float) for part in line)
-    axis.plot(x, middle, label=label, linewidth=1.8, **style)
+    axis.plot(x, middle, label=named(name), linewidth=1.8, **style)
     if low is not None:
         axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
@@ -122,7 +127,7 @@ def profile(summary, curves):
     figure, axes = panels(1, 1, 2.8)
     for name, line in summary["profile"]["shares"].items():
         band(axes[0], summary["profile"]["thresholds"], line, styles(summary)[name], name)
-    axes[0].set(xlabel="score τ", ylabel="share of runs above τ", ylim=(-0.02, 1.02))
+    axes[0].set(xlabel="score τ", ylabel="share of runs better than τ", ylim=(-0.02, 1.02))
     legend(figure, axes)
     return figure
 
@@ -159,10 +164,15 @@ def environments(summary, curves):
         axis.set_rasterization_zorder(1.5 if many else None)  # all that lies under the thick lines
         axis.set_title(env, fontsize=8)
         axis.autoscale_view()
+        values = np.concatenate([runs.ravel() for _, runs, _, _ in of.values()])
+        low, high = np.nanmin(values), np.nanmax(values)  # the runs: an interval of two seeds would squash them
+        margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.05
+        axis.set_ylim(low - margin, high + margin)
         if i >= len(curves) - columns:
             axis.set_xlabel(label)
         if i % columns == 0:
-            axis.set_ylabel(summary["metric"].split("/")[-1].replace("_", " "))
+            less = "\n(less is better)" * (summary["direction"] == "min")
+            axis.set_ylabel(summary["metric"].split("/")[-1].replace("_", " ") + less)
     for axis in axes[len(curves) :]:
         axis.set_axis_off()
     legend(figure, axes)

@@ -1,7 +1,7 @@
-"""Environment frames per second of algos/impala_popart.py, learning on, beside sample-factory 2.1.1 (APPO), in one run.
+"""Environment frames per second of algos/impala_popart*.py, learning on, beside sample-factory 2.1.1 (APPO), in a run.
 
-    python benchmark/impala_throughput.py --peer-python PEER/bin/python           # all, about 14 minutes on 2 cores
-    python benchmark/impala_throughput.py --rounds 1 --seconds 4 --slept 4 8      # a short look at our side
+    python benchmark/speed/impala_throughput.py --peer-python PEER/bin/python        # all, about 14 minutes on 2 cores
+    python benchmark/speed/impala_throughput.py --rounds 1 --seconds 4 --slept 4 8   # a short look at our side
 
 Three parts, a table each:
 
@@ -40,10 +40,12 @@ import numpy as np
 import torch
 import tyro
 
-SCRIPT = Path(__file__).parents[1] / "algos" / "impala_popart.py"
-sys.path.insert(0, str(SCRIPT.parent))
+ALGOS = Path(__file__).parents[2] / "algos"
+sys.path.insert(0, str(ALGOS))
 import impala_popart  # noqa: E402
+import impala_popart_atari  # noqa: E402
 
+SCRIPTS = {"CartPole-v1": impala_popart, "Pong-v5": impala_popart_atari}
 TICKS = os.sysconf("SC_CLK_TCK")
 # Kills a session once its input ends: when this process closes it, or is killed itself.
 GUARD = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
@@ -91,7 +93,8 @@ gym.register("Sleep-v0", "impala_throughput:SleepEnv", max_episode_steps=500)
 def our_command(env_id, num_actors, envs_per_actor, network, folder):
     """32 rollouts an update, or as many as an actor has environments."""
     rollouts = max(envs_per_actor, 32)
-    return [sys.executable, SCRIPT, "--env-id", env_id, "--num-actors", num_actors, "--envs-per-actor", envs_per_actor,
+    script = SCRIPTS.get(env_id, impala_popart).__file__
+    return [sys.executable, script, "--env-id", env_id, "--num-actors", num_actors, "--envs-per-actor", envs_per_actor,
             "--batch-rollouts", rollouts, "--num-steps", SAMPLES // rollouts, "--network", network, "--lstm-size", 0,
             "--log-interval", 5 if env_id == "CartPole-v1" else 1, "--total-timesteps", 10**9, "--checkpoint-interval",
             10**9, "--run-dir", folder, "--progress", "none"]  # fmt: skip
@@ -209,13 +212,14 @@ def make_loops(game):
     gymnasium or envpool."""
     _, E, network, _ = GAMES[game]
     T = SAMPLES // E
-    options = impala_popart.Args(env_id=game, num_actors=0, envs_per_actor=E, num_steps=T, batch_rollouts=E,
-                                 lstm_size=0, network=network)  # fmt: skip
-    space = impala_popart.shared_space(options.games)[0]
-    policy, generator = impala_popart.Policy(space, network, 0), torch.Generator().manual_seed(0)
-    actor, other = (impala_popart.make_actor(options, np.random.SeedSequence(0), 0, 0) for _ in range(2))
-    actor.weights[:] = impala_popart.flat_weights(policy)
-    layout = impala_popart.Actor.layout(T, E, space, 0)
+    script = SCRIPTS[game]
+    options = script.Args(env_id=game, num_actors=0, envs_per_actor=E, num_steps=T, batch_rollouts=E, lstm_size=0,
+                          network=network)  # fmt: skip
+    space = script.SPACE if script is impala_popart_atari else script.shared_space(options.games)[0]
+    policy, generator = script.Policy(space, network, 0), torch.Generator().manual_seed(0)
+    actor, other = (script.make_actor(options, np.random.SeedSequence(0), 0, 0) for _ in range(2))
+    actor.weights[:] = script.flat_weights(policy)
+    layout = script.Actor.layout(T, E, space, 0)
     slot = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
     if game == "Pong-v5":
         import envpool
@@ -233,7 +237,7 @@ def make_loops(game):
             logits = policy.head(policy.torso(inputs))
             obs[0] = envs.step(torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0].numpy())[0]
 
-    loops = partial(actor.unroll, slot), partial(bare, other.envs, [other.envs.reset()])
+    loops = partial(actor.unroll, slot), partial(bare, other.envs, [other.envs.obs])
     return *loops, partial(bare, envs, [envs.reset()[0]])
 
 

@@ -4,6 +4,9 @@
     seeds = [1, 2, 3]
     environments = ["CartPole-v1"]
     budget = 100_000                                     # environment steps: --total-timesteps
+    metric = "eval/return_mean"                          # what the report compares; this is the default
+    direction = "max"                                    # or "min"; needed where the metric sounds of a loss or a time
+    also = ["eval/*/return_mean", "charts/SPS"]          # further metrics in the report, also by patterns
     args = { torch-threads = 1 }                         # of every run; [env_args.NAME]: of one environment
     [normalization]
     CartPole-v1 = [0, 500]                               # fixed: never taken from the runs that are compared
@@ -47,8 +50,10 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
-SUITES = Path(__file__).resolve().parent / "suites"
+ROOT = Path(__file__).resolve().parents[2]
+SUITES = ROOT / "benchmark" / "suites"
+RESULTS = Path("runs/suites")  # what runs and reports write
+PUBLISHED = ROOT / "benchmark" / "results"
 RESERVED = {
     "seed": "seeds",
     "env-id": "environments",
@@ -57,6 +62,9 @@ RESERVED = {
     "resume": "nothing: runs always go on from their checkpoint",
     "eval-only": "nothing: a suite trains",
 }  # argument -> what sets it
+# Words of a metric's name that leave open whether more of it is better.
+COSTS = {"loss", "losses", "nash", "nashconv", "exploitability", "regret", "error", "gap", "kl", "lag", "length",
+         "time", "seconds", "s", "hours"}  # fmt: skip
 MOST = 100_000  # variants of a sweep: more are a mistake, which would take minutes to see
 
 
@@ -124,6 +132,8 @@ class Suite:
     algorithms: list
     description: str = ""
     metric: str = "eval/return_mean"
+    direction: str = ""  # of the metric: max or min is better; afterwards always one of the two
+    also: list = field(default_factory=list)  # further metrics, or patterns of such, whose last values the report shows
     args: dict = field(default_factory=dict)
     env_args: dict = field(default_factory=dict)
     normalization: dict = field(default_factory=dict)  # environment -> [minimum, maximum]
@@ -136,18 +146,21 @@ class Suite:
         self.algorithms = [build(Algorithm, a, f"[[algorithms]] number {i + 1}") for i, a in enumerate(self.algorithms)]
         right = re.fullmatch(r"[\w-][\w.-]*", self.name)
         require(right, f"name {self.name!r}: letters, digits, '_', '-' and, not as the first, '.' only")
+        self.direction = better(self.metric, self.direction)
         own = {f"environments of {a.name}": a.environments for a in self.algorithms if a.environments is not None}
         names = {"environments": self.environments, "names of [[algorithms]]": [a.name for a in self.algorithms]} | own
         for what, values in names.items():
             right = all(isinstance(v, str) and v.strip() and v.isprintable() for v in values)
             require(right, f"{what} {values}: each must be a text of one line")
-        right = all(type(seed) is int and seed >= 0 for seed in self.seeds)
-        require(right, f"seeds {self.seeds}: each must be a whole number, from 0 on")
+        require(all(isinstance(key, str) for key in self.also), f"also {self.also}: names of metrics are needed")
+        right = all(type(seed) is int and 0 <= seed < 2**63 for seed in self.seeds)
+        require(right, f"seeds {self.seeds}: each must be a whole number, from 0 on and below 2^63")
         for what, values in (names | {"seeds": self.seeds}).items():
             require(values, f"{what}: at least one is needed")
             require(len(set(values)) == len(values), f"{what} {values}: each may stand there once")
         for budget in (self.budget, *(a.budget for a in self.algorithms)):
-            require(budget is None or budget > 0, f"budget = {budget}: at least 1 step is needed")
+            right = budget is None or 0 < budget <= 10**15
+            require(right, f"budget = {budget}: at least 1 step and at most 10^15 are needed")
         known = set(self.environments).union(*own.values())
         limits = vars(self.resources)
         right = limits["threads"] > 0 and all(limit >= 0 for limit in limits.values())
@@ -219,6 +232,17 @@ def load(path_or_name):
 def require(condition, message):
     if not condition:
         raise ValueError(message)
+
+
+def better(metric, said=""):
+    """ "max" or "min" of the metric, as said; the name of a return, score or rate says it by itself."""
+    require(said in ("", "max", "min"), f'direction = {said!r}: "max" or "min" is needed')
+    costs = sorted(COSTS.intersection(re.split("[^a-z]+", metric.lower())))
+    needed = (
+        f"metric {metric} has {', '.join(costs)} in its name: say whether more or less of it is better, direction ="
+    )
+    require(said or not costs, f'{needed} "max" or "min"')
+    return said or "max"
 
 
 def nearest(name, known):

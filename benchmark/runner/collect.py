@@ -24,8 +24,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmark.board import run_directories
-from benchmark.ledger import alive
+from benchmark.runner.board import run_directories
+from benchmark.runner.ledger import alive, read_record
+from benchmark.runner.suite import RESULTS
 
 TABLES = ("evals.parquet", "metrics.parquet")
 PART_ROWS = 2_000_000  # points in a part: what collect keeps in memory
@@ -40,6 +41,7 @@ TEXTS = ("run_id", "suite", "algorithm", "env_id", "source", "state", "reason", 
 RUNS = dict.fromkeys(TEXTS, pa.string()) | {"git_dirty": pa.bool_()}
 RUNS |= dict.fromkeys(("seed", "attempts", "final_step", "dead_steps", "batch_size", "damaged_lines"), pa.int64())
 RUNS |= dict.fromkeys(("wall_s", "sps_median", "started"), pa.float64())
+UNREADABLE = (OSError, ValueError, RecursionError)  # what a file can do to its reader
 FROM_METRICS = ("final_step", "dead_steps", "wall_s", "sps_median", "keys_json", "damaged_lines")
 
 
@@ -56,20 +58,28 @@ def truth(value):
 
 
 def text(value):
-    return " ".join(map(str, value)) if isinstance(value, list) else None if value is None else str(value)
+    if value is None:
+        return None
+    joined = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return joined.encode(errors="replace").decode()  # JSON and file names may hold half a character
 
 
 EPISODE_VALUES = {"global_step": int, "split": text, "level": text, "return": number, "length": number,
                   "solved": truth}  # fmt: skip
 
 
-def read_json(path):
-    """The table in a file; an empty one if it is not there yet, or damaged."""
+def read_json(path, notes):
+    """The table in a file; an empty one if it is not there yet, or damaged, which goes to the notes."""
     try:
         found = json.loads(Path(path).read_bytes())
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except UNREADABLE as error:
+        found = error
+    if not isinstance(found, dict):
+        notes.append(f"{path} is left out: {found if isinstance(found, Exception) else 'it holds no table'}")
+        return {}
+    return found
 
 
 def read_rows(path):
@@ -77,7 +87,7 @@ def read_rows(path):
     lines = [line for line in Path(path).read_bytes().splitlines() if line.strip()] if os.path.exists(path) else []
     try:
         rows = json.loads(b"[" + b",".join(lines) + b"]")  # one call is much quicker than one a line
-    except ValueError:
+    except UNREADABLE:
         rows = [parse(line) for line in lines]
     rows = [row for row in rows if isinstance(row, dict) and isinstance(step := row.get("global_step"), int)
             and 0 <= step < 2**63]  # fmt: skip
@@ -87,7 +97,7 @@ def read_rows(path):
 def parse(line):
     try:
         return json.loads(line)
-    except ValueError:
+    except UNREADABLE:
         return None
 
 
@@ -104,7 +114,7 @@ def series(rows):
                 steps.append(step)
                 walls.append(wall)
                 values.append(value)
-    return {key: last_of_each_step(*map(np.asarray, column)) for key, column in columns.items()}
+    return {text(key): last_of_each_step(*map(np.asarray, column)) for key, column in columns.items()}
 
 
 def last_of_each_step(steps, walls, values):
@@ -131,11 +141,10 @@ def stamp(*paths):
 def describe(run, suite, folder, old):
     """The row of a planned run in runs.parquet; what comes from its metrics is that of the last collect, or missing."""
     found = run_directories(folder, run.id)
-    path = str(found[0]) if found else ""
-    claim, config, result = (
-        read_json(file) for file in (folder / "ledger" / f"{run.id}.json", f"{path}/config.json", f"{path}/result.json")
-    )
-    args, state, reason = config.get("args"), claim.get("state"), text(claim.get("reason"))
+    path, notes = str(found[0]) if found else "", []
+    claim = read_record(folder / "ledger" / f"{run.id}.json") or {}
+    config, result = (read_json(f"{path}/{name}", notes) for name in ("config.json", "result.json"))
+    args, state, reason = config.get("args"), claim.get("state"), claim.get("reason")
     args = args if isinstance(args, dict) else {}
     if result:
         state, reason = "done", None
@@ -143,20 +152,22 @@ def describe(run, suite, folder, old):
         state, reason = "failed", "it ended without result.json"
     elif state == "running" and not alive(claim):
         state, reason = "interrupted", "its runner ended"
+    if len(found) > 1:
+        notes.append(f"{len(found)} run folders, the newest counts: {path}")
     apart = ("args", "argv", "script_sha256", "git_commit", "git_dirty", "host")
     row = {
         "run_id": run.id, "suite": suite.name, "algorithm": run.algorithm, "env_id": run.env_id, "seed": run.seed,
         "source": "suite", "state": state or ("interrupted" if path else "pending"), "reason": reason, "path": path,
         "mark": stamp(*(f"{path}/{name}" for name in ("metrics.jsonl", "eval.jsonl", "result.json"))) if path else "",
-        "last_line": text(claim.get("last_line")), "command": text(claim.get("command") or config.get("argv")),
+        "last_line": claim.get("last_line"), "command": claim.get("command") or config.get("argv"),
         "attempts": whole(claim.get("attempts")), "final_step": whole(result.get("global_step")),
         "wall_s": number(result.get("wall_s")), "batch_size": whole(args.get("batch_size")),
-        "started": number(claim.get("started")), "host": text(config.get("host") or claim.get("host")),
-        "device": text(args.get("device")), "git_commit": text(config.get("git_commit")),
-        "git_dirty": truth(config.get("git_dirty")), "script_sha256": text(config.get("script_sha256")),
+        "started": number(claim.get("started")), "host": config.get("host") or claim.get("host"),
+        "device": args.get("device"), "git_commit": config.get("git_commit"),
+        "git_dirty": truth(config.get("git_dirty")), "script_sha256": config.get("script_sha256"),
         "args_json": json.dumps(args),
         "versions_json": json.dumps({key: value for key, value in config.items() if key not in apart}),
-        "note": f"{len(found)} run folders, the newest counts: {path}" if len(found) > 1 else None,
+        "note": "; ".join(notes) or None,
     }  # fmt: skip
     same = old.get(run.id, {}).get("mark") == row["mark"] and old[run.id].keys() >= {*FROM_METRICS}
     return row | {key: old[run.id][key] for key in FROM_METRICS} if same else row
@@ -200,7 +211,7 @@ def read_tensorboard(folder, suite):
             start = start if start is not None else event.wall_time
             for value in event.summary.value:
                 data = tensor_util.make_ndarray(value.tensor)
-                if value.tag.startswith("hyperparameters"):
+                if value.tag.startswith("hyperparameters/"):
                     hyperparameters = data.ravel()[0].decode()
                 elif value.metadata.plugin_data.plugin_name == "scalars":
                     piece[value.tag].append((event.step, elapsed + event.wall_time - start, float(data)))
@@ -214,9 +225,10 @@ def read_tensorboard(folder, suite):
     args = dict(re.findall(r"^\|([^|\s]+)\|(.*)\|$", hyperparameters, re.M))
     name = re.fullmatch(r"(?P<env_id>.+)__(?P<exp_name>.+)__(?P<seed>\d+)__\d+", folder.name)
     who = (name.groupdict() if name else {}) | args  # the name lacks the first part of ALE/Pong-v5: that is a folder
-    if not points or not {"env_id", "exp_name", "seed"} <= who.keys() or not who["seed"].isdecimal():
+    known = {"env_id", "exp_name", "seed"} <= who.keys() and re.fullmatch("[0-9]{1,18}", who["seed"])
+    if not points or not known or not (who["env_id"] + who["exp_name"]).isprintable():
         lacks = "hyperparameters or a name such as CartPole-v1__ppo__1__1700000000" if points else "scalars"
-        raise ValueError(f"{folder} is left out: it has no {lacks}")
+        raise ValueError(f"it has no {lacks}")
     columns = {}
     for tag, column in points.items():
         steps, walls, values = map(np.asarray, zip(*column))
@@ -227,8 +239,8 @@ def read_tensorboard(folder, suite):
         "run_id": hashlib.sha256(folder.name.encode() + hyperparameters.encode()).hexdigest()[:12],
         "suite": suite.name, "algorithm": f"{who['exp_name']} (imported)", "env_id": who["env_id"],
         "seed": int(who["seed"]), "source": "tensorboard", "state": "done", "attempts": 1, "mark": "",
-        "batch_size": int(batch) if batch.isdigit() else None, "started": started, "args_json": json.dumps(args),
-        "versions_json": "{}", "path": str(folder),
+        "batch_size": int(batch) if re.fullmatch("[0-9]{1,18}", batch) else None, "started": started,
+        "args_json": json.dumps(args), "versions_json": "{}", "path": str(folder),
     }  # fmt: skip
     complete(row, columns)
     return row, columns
@@ -242,7 +254,7 @@ def write_table(path, table):
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        pq.write_table(table, temporary, compression="zstd", row_group_size=131_072)
+        pq.write_table(table, temporary, compression="zstd", row_group_size=131_072, write_page_checksum=True)
         os.replace(temporary, path)
     except OSError as error:
         raise SystemExit(f"error: {path} cannot be written: {error}. The runs themselves are untouched") from None
@@ -294,20 +306,43 @@ def only_one(folder):
         yield
 
 
+class Damaged(Exception):
+    """A table that cannot be read: its path, and why."""
+
+    def __init__(self, path, why):
+        super().__init__(f"{path} is damaged ({' '.join(str(why).split())[:200]})")
+        self.path = path
+
+
+def read_table(path, **options):
+    try:
+        return pq.read_table(path, page_checksum_verification=True, **options)
+    except (pa.ArrowException, OSError) as error:
+        raise Damaged(path, error) from None
+
+
 def read_runs(folder):
     """Rows of runs.parquet, or none."""
     path = Path(folder) / "runs.parquet"
-    return pq.read_table(path).to_pylist() if path.exists() else []
+    return read_table(path).to_pylist() if path.exists() else []
 
 
-def collect(suite, results="benchmark/results", tensorboard=None):
+def discard(damaged):
+    """Removes both halves of a part, so that its runs are read anew. Returns a note."""
+    for table in TABLES:
+        (damaged.path.parents[1] / table / damaged.path.name).unlink(missing_ok=True)
+    again = "what came by --from-tb has to be imported again" if "import" in damaged.path.name else "it is made anew"
+    return f"{damaged}: {again}"
+
+
+def collect(suite, results=RESULTS, tensorboard=None):
     """Brings the tables of `suite` up to date with its runs. `tensorboard`: a folder that holds a folder of event files
     for each run of another program; these are imported for good. Returns what was left out and why, a line each."""
     folder, notes = Path(results) / suite.name, []
     with only_one(folder):
         try:
             old = {row["run_id"]: row for row in read_runs(folder)}
-        except pa.ArrowInvalid:
+        except Damaged:
             old = {}
             notes.append("runs.parquet was damaged and is made anew: what came by --from-tb has to be imported again")
         rows = {run.id: describe(run, suite, folder, old) for run in suite.runs}
@@ -321,7 +356,7 @@ def collect(suite, results="benchmark/results", tensorboard=None):
                 continue
             try:
                 entry = row, *read_run(row)
-            except (ValueError, TypeError, OverflowError) as error:
+            except (*UNREADABLE, TypeError, OverflowError) as error:
                 row |= {"state": "failed", "reason": f"its metrics cannot be read: {error}"}
                 continue
             if row["state"] != "done":
@@ -336,7 +371,7 @@ def collect(suite, results="benchmark/results", tensorboard=None):
             write_part(folder, part_name(finished), finished)
         if unfinished:
             write_part(folder, "part-open.parquet", unfinished)
-        rows = [*rows.values(), *imported.values()]
+        rows = [row | {key: text(row.get(key)) for key in TEXTS} for row in (*rows.values(), *imported.values())]
         write_table(folder / "runs.parquet", pa.Table.from_pylist(rows, pa.schema(list(RUNS.items()))))
     for row in rows:
         lines = f"{row['damaged_lines']} damaged lines left out" if row.get("damaged_lines") else None
@@ -354,11 +389,11 @@ def import_runs(tensorboard, suite, folder, notes):
     for path in sorted({file.parent for file in tensorboard.rglob("events.out.tfevents.*")}):
         try:
             row, columns = read_tensorboard(path, suite)
-        except ValueError as error:
-            notes.append(str(error))
+            write_part(folder, f"part-import-{row['run_id']}.parquet", [(row, columns, [])])
+        except Exception as error:  # a file of another program may hold anything
+            notes.append(f"{path} is left out: {error}")
             continue
         rows[row["run_id"]] = row
-        write_part(folder, f"part-import-{row['run_id']}.parquet", [(row, columns, [])])
     if not rows:
         notes.append(f"{tensorboard} holds no TensorBoard event file of a run")
     return rows
@@ -372,7 +407,7 @@ def unchanged_runs(folder, rows):
     names = {path.name for table in TABLES for path in (folder / table).glob("part-*.parquet")}
     for name in names:
         paths = [folder / table / name for table in TABLES]
-        with suppress(FileNotFoundError, pa.ArrowInvalid):  # half of it, or half written
+        with suppress(FileNotFoundError, pa.ArrowException, OSError):  # half of it, or half written
             marks, _ = (json.loads(pq.read_schema(path).metadata[b"runs"]) for path in paths)
             if "import" in name:
                 continue
@@ -395,13 +430,22 @@ def points(folder, key):
     """The points of one metric, a part at a time: run ids; index of the run, step, seconds and value of each point."""
     for path in sorted(Path(folder).glob("metrics.parquet/part-*.parquet")):
         columns = ["run_id", "global_step", "wall_s", "value"]
-        table = pq.read_table(path, columns=columns, filters=[("key", "=", key)]).unify_dictionaries()
+        table = read_table(path, columns=columns, filters=[("key", "=", key)]).unify_dictionaries()
         if len(table):
             runs, *rest = (column.combine_chunks() for column in table.columns)
             yield runs.dictionary.to_pylist(), runs.indices.to_numpy(), *(column.to_numpy() for column in rest)
 
 
-def export_wandb(suite, results="benchmark/results", project="coursework"):
+def episodes(folder, split):
+    """The evaluation episodes of one split, a part at a time: run ids; index of the run and step of each episode."""
+    for path in sorted(Path(folder).glob("evals.parquet/part-*.parquet")):
+        table = read_table(path, columns=["run_id", "global_step"], filters=[("split", "=", split)])
+        if len(table):
+            runs, steps = (column.combine_chunks() for column in table.unify_dictionaries().columns)
+            yield runs.dictionary.to_pylist(), runs.indices.to_numpy(), steps.to_numpy()
+
+
+def export_wandb(suite, results=RESULTS, project="coursework"):
     """Gives every collected run to Weights & Biases, under its run id, grouped by algorithm, and returns their number.
     Unless WANDB_MODE says otherwise it works offline, for `wandb sync` to send <results>/<suite>/wandb later."""
     import wandb
@@ -409,7 +453,7 @@ def export_wandb(suite, results="benchmark/results", project="coursework"):
     folder, sent = Path(results) / suite.name, 0
     rows = {row["run_id"]: row for row in read_runs(folder)}
     for path in sorted(folder.glob("metrics.parquet/part-*.parquet")):
-        table = pq.read_table(path, columns=["run_id", "global_step", "wall_s", "key", "value"]).to_pydict()
+        table = read_table(path, columns=["run_id", "global_step", "wall_s", "key", "value"]).to_pydict()
         runs = defaultdict(lambda: defaultdict(dict))
         for run_id, step, wall, key, value in zip(*table.values()):
             if math.isfinite(value):
