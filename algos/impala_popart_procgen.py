@@ -112,6 +112,7 @@ class Args:
     batch_size: int = field(init=False)
     num_updates: int = field(init=False)
 
+    # Copied from algos/impala_popart_atari.py:Args.__post_init__
     def __post_init__(self):
         at_least_0 = dict.fromkeys(("seed", "num_actors", "max_policy_lag", "eval_interval"), (0, math.inf))
         check_numbers(self, gamma=(0, 1), rmsprop_decay=(0, 1), popart_beta=(0, 1), eval_seed=(0, 2**64 - 1),

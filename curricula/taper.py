@@ -39,6 +39,7 @@ def ramp(progress, start, end, share):
     return end if progress >= share else start + (end - start) * int(100 * progress / share) / 100
 
 
+# Copied from algos/impala_popart.py:available_memory
 def available_memory():
     """Bytes that this process may still take, by what the machine has free and by the limit of its control group."""
     rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
