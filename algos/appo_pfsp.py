@@ -33,7 +33,7 @@ import traceback
 import weakref
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, fields
-from functools import cache, partial
+from functools import partial
 from multiprocessing import connection, resource_tracker
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -117,32 +117,24 @@ class Args:
     eval_only: bool = False  # evaluate the newest checkpoint of this same command and stop
 
     # derived
-    batch_size: int = field(init=False)
+    obs_shape: tuple = field(init=False)
+    num_actions: int = field(init=False)
     num_updates: int = field(init=False)
 
     def __post_init__(self):
         E, P, B = self.envs_per_actor, self.num_actors, self.batch_rollouts
-        from_0 = dict.fromkeys(("seed", "num_actors", "max_policy_lag", "eval_interval"), (0, math.inf))
+        least_lag = max(0, -(-P * E // max(B, 1)) - 1)  # with less, some actor would never have an unroll to fill
+        from_0 = dict.fromkeys(("seed", "num_actors", "eval_interval"), (0, math.inf))
         shares = dict.fromkeys(("gamma", "self_play_share", "snapshot_win_rate", "pfsp_uniform"), (0, 1))
+        games = make_games(self.env_id, 1)
         check_numbers(self, **from_0, **shares, league_size=(2, math.inf), pfsp_decay=(1e-9, 1),
-                      pfsp_power=(1e-9, 1e9), openings=(0, make_games(self.env_id, 1).most_openings),
+                      pfsp_power=(1e-9, 1e9), openings=(0, games.most_openings), max_policy_lag=(least_lag, math.inf),
                       num_minibatches=(1, B), torch_threads=(0, 1024), eval_seed=(0, 2**64 - 1))  # fmt: skip
-        self.batch_size = B * self.num_steps
-        self.num_updates = -(-self.total_timesteps // self.batch_size)
+        self.obs_shape, self.num_actions = games.obs_shape, games.num_actions
+        self.num_updates = -(-self.total_timesteps // (B * self.num_steps))
         if B % E:
             fitting = max(round(B / E), 1) * E
             raise ValueError(f"--batch-rollouts {B} is no multiple of --envs-per-actor {E}: try {fitting}")
-        if self.num_slots < P:
-            raise ValueError(f"--max-policy-lag {self.max_policy_lag} leaves {self.num_slots} unrolls at a time for "
-                             f"--num-actors {P}: try {-(-P * E // B) - 1} or fewer actors")  # fmt: skip
-
-    # Copied from algos/impala_popart.py:Args.num_slots
-    @property
-    def num_slots(self):
-        """Unrolls that exist at a time: a batch, one under way in each actor, and a batch to come."""
-        batch = self.batch_rollouts // self.envs_per_actor
-        slots = self.num_actors + 2 * batch if self.num_actors else batch
-        return slots if self.max_policy_lag is None else min(slots, batch * (self.max_policy_lag + 1))
 
 
 # Copied from algos/ppo.py:check_numbers
@@ -192,26 +184,23 @@ class League:
             return opening, NEWEST
         return opening, [*self.past][self.past_rng.choice(len(self.past), p=self.distribution())]
 
-    def deal(self, tasks):
-        """Draws the tasks of an unroll, with the opponents' weights."""
-        for k in range(len(tasks["opponents"])):
+    def deal(self, slot):
+        """Draws the tasks of a slot that goes out, with the opponents' weights: old draws favour who became easy."""
+        tasks = slot["tasks"]
+        for k in range(self.args.league_opponents):
             tasks["openings"][k], opponent = self.draw()
             tasks["opponents"][k], tasks["weights"][k] = opponent, self.past.get(opponent, 0)
 
     def record(self, batch):
         """The games that ended in an unroll's arrays (T, B); those against NEWEST, or an opponent that was evicted
         meanwhile, count for nobody."""
-        ended = batch["terminated"]
+        ended, decay = batch["terminated"], self.args.pfsp_decay  # older games count for less and less
         opponents = torch.cat([batch["opponent"][ended], batch["early_opponent"].flatten()]).tolist()
-        returns = torch.cat([batch["episode_return"][ended], batch["early_return"].flatten()]).tolist()
-        for opponent, total in zip(opponents, returns):
+        rewards = torch.cat([batch["reward"][ended], batch["early_reward"].flatten()]).tolist()
+        for opponent, reward in zip(opponents, rewards):
             if opponent in self.past:
-                self.update_winrate(opponent, (np.sign(total) + 1) / 2)
-
-    def update_winrate(self, opponent, result):
-        """One finished game: the learner has won (1), drawn (0.5) or lost (0). Older games count for less and less."""
-        decay, (games, wins, played) = self.args.pfsp_decay, self.records[opponent]
-        self.records[opponent] = decay * games + 1, decay * wins + result, played + 1
+                (games, wins, played), result = self.records[opponent], (np.sign(reward) + 1) / 2  # a draw: half a win
+                self.records[opponent] = decay * games + 1, decay * wins + result, played + 1
 
     def after_update(self, weights):
         """Once per update: takes a copy in if it is time, or the learner beats everyone."""
@@ -265,15 +254,243 @@ class League:
         self.next_id, self.updates = state["next_id"], state["updates"]
 
 
-# ---- 3. Games --------------------------------------------------------------------------------------------------------
+# ---- 3. The asynchronous queue: the learner's tasks go out, the actors' unrolls come back ----------------------------
 
 
-# Copied from algos/ppo.py:RunError
-class RunError(SystemExit):
-    """Ends the program with one line on stderr and exit code 1."""
+# Copied from algos/impala_popart.py:region(queue)
+def available_memory():
+    """Bytes that this process may still take, by what the machine has free and by the limit of its control group."""
+    free = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+    with suppress(OSError, ValueError):  # no such group; its limit is the word max
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
 
-    def __init__(self, message):
-        super().__init__(f"error: {message}")
+
+class SharedMemory(dict):
+    """Arrays {name: (count, *shape)} by a layout {name: (shape, dtype)}, which other processes get as an argument of
+    theirs. A file without a name: nothing stays in /dev/shm, however they end. SystemExit if the machine has less."""
+
+    def __init__(self, layout, count, copied_fd=None):
+        record = np.dtype([(name, dtype, shape) for name, (shape, dtype) in layout.items()], align=True)
+        if copied_fd is None and (size := count * record.itemsize) > (free := available_memory()):
+            parts = ", ".join(f"{name} {count * record[name].itemsize / 2**20:.0f}" for name in layout)
+            found = f"{size / 2**20:.0f} MiB of shared memory ({parts}), and {free / 2**20:.0f} MiB are available"
+            sys.exit(f"error: {count} unrolls take {found}: use fewer --num-actors, --envs-per-actor or --num-steps")
+        self.layout, self.count = layout, count
+        self.fd = copied_fd.detach() if copied_fd else os.memfd_create("unrolls")
+        weakref.finalize(self, os.close, self.fd)
+        os.ftruncate(self.fd, count * record.itemsize)
+        records = np.frombuffer(mmap.mmap(self.fd, 0), record)
+        super().__init__({name: records[name] for name in layout})
+
+    def __reduce__(self):
+        return SharedMemory, (self.layout, self.count, DupFd(self.fd))
+
+    def record(self, i):
+        return {name: array[i, ...] for name, array in self.items()}
+
+
+def flat_weights(module):
+    return nn.utils.parameters_to_vector(module.parameters()).detach().cpu().numpy()
+
+
+def sample(logits, generator):
+    """Actions (B,) by logits (B, A); without a generator the likeliest."""
+    require_finite(policy_logits=logits)
+    if generator is None:
+        return logits.argmax(-1)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+class Board:
+    """The newest weights of the policy with their version, in shared memory, in two places by turns: a writer never
+    waits, a reader copies again when newer ones came meanwhile, and a killed process leaves no lock behind."""
+
+    def __init__(self, size):
+        self.memory = SharedMemory({"version": ((), np.int64), "weights": ((2, size), np.float32)}, 1)
+
+    def write(self, weights, version):
+        self.fence()
+        self.memory["weights"][0, version % 2] = weights
+        self.fence()
+        self.memory["version"][0] = version
+
+    def read(self, out):
+        """Copies the weights to `out`; returns their version."""
+        version = None
+        while version != self.memory["version"][0]:
+            version = int(self.memory["version"][0])
+            self.fence()
+            out[:] = self.memory["weights"][0, version % 2]
+            self.fence()
+        return version
+
+    @staticmethod
+    def fence():
+        """Memory accesses before it stay before those after it: a lock's release, then its acquisition."""
+        for lock in [Lock()] * 2:
+            with lock:
+                pass
+
+
+def actor_process(make_actor, index, slots, board, pipe):
+    """Fills the slots whose numbers come, and sends the numbers back; at last the reason, if it cannot go on."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: so it ends with its parent, even if stopped
+    if os.getppid() != multiprocessing.parent_process().pid:  # which died before that
+        return
+    try:
+        torch.set_num_threads(1)
+        actor = make_actor(index)
+        while True:
+            start, number = time.perf_counter(), pipe.recv()
+            slot = slots.record(number)
+            slot["wait_s"][...] = time.perf_counter() - start
+            actor.fill(slot, board)
+            pipe.send(number)
+    except (Exception, SystemExit) as error:  # an environment may ask to exit: that is no end of a run
+        code = getattr(error, "code", None)  # of sys.exit
+        pipe.send(code.removeprefix("error: ") if isinstance(code, str) else traceback.format_exc())
+
+
+class Actors:
+    """The asynchronous queue: slots go out to `num_actors` processes, with the tasks that deal(slot) writes into them,
+    and come back with unrolls, while the learner learns. With 0 processes it fills them itself, in turn.
+
+    make_actor(version, index) -> Actor. `batch` waits for `batch_slots` full slots, takes the oldest and returns their
+    unrolls side by side; `publish` hands out new weights. `max_lag`: in no batch is an unroll whose weights are more
+    than so many updates old. For that a slot counts as old as the weights when it was handed out, there are at most
+    batch_slots (max_lag + 1), and a batch waits for old slots where the others would make those too old. Nothing is
+    ever dropped. An actor that raised, died or does not answer is a SystemExit.
+    """
+
+    TIMEOUT_S = 600  # for an actor's start, and for any one unroll
+    AHEAD = 100  # slots that an actor has at most: so many numbers go into its pipe without a reader
+
+    def __init__(self, make_actor, layout, num_actors, batch_slots, max_lag, deal=lambda slot: None):
+        self.make_actor, self.layout, self.num_actors, self.deal = make_actor, layout, num_actors, deal
+        self.batch_slots, self.max_lag = batch_slots, max_lag
+        slots = num_actors + 2 * batch_slots if num_actors else batch_slots  # a batch, one per actor, a batch to come
+        self.num_slots = slots if max_lag is None else min(slots, batch_slots * (max_lag + 1))
+        self.actor, self.actor_state, self.processes = None, None, []
+
+    def start(self, weights, version):
+        """Everything acts with `weights` from now on, the version `version`."""
+        self.slots, self.board, self.version = SharedMemory(self.layout, self.num_slots), Board(len(weights)), version
+        self.board.write(weights, version)
+        self.free, self.issued, self.full = [*range(self.num_slots)], {}, []  # numbers; issued: with which version
+        self.held, self.since = np.zeros((2, self.num_actors))  # by actor: its slots, when it last did what it has to
+        self.clock, self.looked = 0.0, time.monotonic()
+        if not self.num_actors:
+            self.actor = self.make_actor(version, 0)
+            if self.actor_state is not None:
+                self.actor.load_state_dict(self.actor_state)
+            return
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks of torch's threads in any state
+        # Actors inherit blocked signals: what is sent to the whole group is for this process to answer.
+        resource_tracker.ensure_running()  # its own start would unblock them
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
+        for index in range(self.num_actors):
+            pipe, remote = context.Pipe()
+            args = partial(self.make_actor, version), index, self.slots, self.board, remote
+            self.processes.append((context.Process(target=actor_process, args=args), pipe))
+            self.processes[-1][0].start()
+            remote.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self.hand_out()
+
+    def issue(self):
+        """Takes a free slot, with tasks for its unroll."""
+        number = self.free.pop(0)
+        self.issued[number] = self.version
+        self.deal(self.slots.record(number))
+        return number
+
+    def hand_out(self):
+        """Slots that are free go to the actors that have the fewest."""
+        while self.processes and self.free and self.held.min() < self.AHEAD:
+            index, number = self.held.argmin(), self.issue()
+            self.held[index] += 1
+            with suppress(OSError):  # the actor died: `poll` will say so
+                self.processes[index][1].send(number)
+
+    def batch(self, check=lambda: None):
+        """Tensors {name: (T or T + 1, environments of batch_slots slots, ...)}. Calls check() while it waits."""
+        start = time.perf_counter()
+        self.poll(0)
+        while not self.ready():
+            check()
+            self.poll(1)
+        waited = time.perf_counter() - start if self.processes else 0.0
+        used, self.full = self.full[: self.batch_slots], self.full[self.batch_slots :]
+        arrays = {name: np.concatenate([self.slots[name][number] for number in used], axis=1)
+                  for name, (shape, _) in self.layout.items() if shape}  # fmt: skip
+        self.lags = self.version - self.slots["version"][used]
+        self.metrics = {"async/policy_lag_mean": self.lags.mean(), "async/policy_lag_max": self.lags.max(),
+                        "async/policy_lag_sent": self.slots["lag_sent"][used].mean(),
+                        "async/queue_depth": len(self.full), "async/learner_wait_s": waited,
+                        "async/actor_wait_s": self.slots["wait_s"][used].sum(), "async/dropped": 0}  # fmt: skip
+        self.free += used
+        if self.max_lag is None:
+            self.hand_out()
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def ready(self):
+        """Whether the oldest full slots make a batch after which no other slot must become too old."""
+        self.full.sort(key=self.issued.get)
+        if len(self.full) < self.batch_slots or self.max_lag is None:
+            return len(self.full) >= self.batch_slots
+        left = sorted(self.issued[i] for i in {*self.issued} - {*self.full[: self.batch_slots]} - {*self.free})
+        return all(self.version + 1 + i // self.batch_slots - issued <= self.max_lag for i, issued in enumerate(left))
+
+    def poll(self, seconds):
+        """Takes in what is full, or else waits so long for a slot. SystemExit if one has ended or hangs."""
+        if self.actor is not None:
+            self.full.append(self.issue())
+            return self.actor.fill(self.slots.record(self.full[-1]), self.board)
+        ready = connection.wait([pipe for _, pipe in self.processes], seconds)
+        now = time.monotonic()
+        self.clock, self.looked = self.clock + min(now - self.looked, 60), now  # a Ctrl-Z that stops all is no time-out
+        self.since[self.held == 0] = self.clock
+        for index, (process, pipe) in enumerate(self.processes):
+            name = f"actor {index} (process {process.pid})"
+            while pipe in ready and pipe.poll():
+                try:
+                    message = pipe.recv()
+                except (EOFError, OSError):
+                    process.join(2)
+                    sys.exit(f"error: {name} died with exit code {process.exitcode}")
+                if isinstance(message, str):
+                    sys.exit(f"error: actor {index} failed: {message}")
+                self.full.append(message)
+                self.held[index], self.since[index] = self.held[index] - 1, self.clock
+            if self.clock - self.since[index] > self.TIMEOUT_S:
+                sys.exit(f"error: {name} hangs: no unroll of it for {self.TIMEOUT_S} s")
+        self.hand_out()
+
+    def publish(self, weights):
+        """After an update."""
+        self.version += 1
+        self.board.write(weights, self.version)
+        self.hand_out()
+
+    def state_dict(self):
+        """Of num_actors 0. The episodes of processes are not kept: a resumed run starts new ones."""
+        return {"actor": self.actor and self.actor.state_dict()}
+
+    def load_state_dict(self, state):
+        self.actor_state = state["actor"]
+
+    def close(self):
+        for end in ("kill", "join"):
+            for process in (process for process, _ in self.processes if process.pid):
+                getattr(process, end)()
+        if self.actor is not None:
+            self.actor.envs.close()
+
+
+# End of copy
+# ---- 4. Games --------------------------------------------------------------------------------------------------------
 
 
 class Games:
@@ -281,9 +498,9 @@ class Games:
 
     reset(seeds): all start anew; seeds: a SeedSequence per game, for its chance. player (B,) int8: whose turn it is.
     observe() -> obs (B, *obs_shape) float32 as the player to move sees it, legal (B, num_actions) bool.
-    step(actions (B,)) -> rewards (B, 2) float32, each row of sum 0; ended (B,) bool. A game that ended has begun anew.
+    step(actions (B,)) -> rewards (B, 2) float32, of sum 0, and 0 until the end; ended (B,) bool: begun anew.
     Both take the numbers (n,) of the games that they are about; the others stand still. No game is ever cut off.
-    openings (B,), where most_openings allows them: how many random moves each game from now on begins with.
+    openings (B,), 0 to most_openings: how many random moves each game from now on begins with.
     get_state(), set_state(state): to go on from exactly there.
     """
 
@@ -389,7 +606,8 @@ class MatrixGames(Games):
 
     def __init__(self, name, num_games):
         self.name, self.num_games, self.matrix = name, num_games, np.array(self.GAMES[name], np.float32)
-        self.obs_shape, self.num_actions, self.first = (2,), len(self.matrix), np.zeros(num_games, np.int64)
+        self.obs_shape, self.num_actions = (2,), len(self.matrix)
+        self.first, self.openings = np.zeros((2, num_games), np.int64)
 
     def start(self, games):
         self.player[games] = 0
@@ -416,14 +634,7 @@ def make_games(name, num_games):
     return families[name](name, num_games)
 
 
-@cache
-def game_spec(name):
-    """obs_shape, num_actions."""
-    games = make_games(name, 1)
-    return games.obs_shape, games.num_actions
-
-
-# ---- 4. Mathematics and agent ----------------------------------------------------------------------------------------
+# ---- 5. Mathematics, agent and actor ---------------------------------------------------------------------------------
 
 
 # Copied from algos/impala_popart.py:vtrace
@@ -449,19 +660,6 @@ def vtrace(log_rhos, rewards, values, next_values, terminated, truncated, gamma,
     # An episode's or the unroll's last step has no successor's target here: its value stands in.
     next_targets = torch.where(ended, next_values, torch.cat([targets[1:], next_values[-1:]]))
     return targets, rhos.clamp(max=pg_rho_bar) * (rewards + gamma * next_targets - values)
-
-
-def appo_targets(logprob, behaviour_logprob, rewards, values, next_value, terminated, gamma, rho_bar, c_bar, parity):
-    """V-trace's value targets and the advantages for the clipped surrogate: arrays (T, B), next_value (B,).
-
-    The surrogate's ratio pi/b is the importance weight, so the advantage r + gamma v' - V has none; with `parity` it is
-    V-trace's own, min(rho_bar, rho)(r + gamma v' - V), and the weight counts twice, as in other APPO implementations.
-    """
-    next_values = torch.cat([values[1:], next_value[None]])
-    targets, weighted = vtrace(logprob - behaviour_logprob, rewards, values, next_values, terminated,
-                               torch.zeros_like(terminated), gamma, rho_bar, rho_bar, c_bar)  # fmt: skip
-    next_targets = torch.cat([targets[1:], next_value[None]]).where(~terminated, 0)
-    return targets, weighted if parity else rewards + gamma * next_targets - values
 
 
 # Copied from algos/ppo.py:ppo_loss
@@ -498,6 +696,19 @@ def layer_init(layer, std=math.sqrt(2)):
     return layer
 
 
+# region: agents
+def appo_targets(log_rhos, rewards, values, terminated, gamma, rho_bar, c_bar, parity):
+    """V-trace's value targets and the advantages for the clipped surrogate: arrays (T, B), but values (T + 1, B).
+
+    The surrogate's ratio pi/b is the importance weight, so the advantage r + gamma v' - V has none; with `parity` it is
+    V-trace's own, min(rho_bar, rho)(r + gamma v' - V), and the weight counts twice, as in other APPO implementations.
+    """
+    targets, weighted = vtrace(log_rhos, rewards, values[:-1], values[1:], terminated, torch.zeros_like(terminated),
+                               gamma, rho_bar, rho_bar, c_bar)  # fmt: skip
+    next_targets = torch.cat([targets[1:], values[-1:]]).where(~terminated, 0)
+    return targets, weighted if parity else rewards + gamma * next_targets - values[:-1]
+
+
 class Agent(nn.Module):
     """Policy and value of one player, who sees the game from the own side.
 
@@ -518,104 +729,13 @@ class Agent(nn.Module):
         return self.policy(features).masked_fill(~legal, -1e9), self.value(features).squeeze(-1)
 
 
-# Copied from algos/impala_popart.py:flat_weights
-def flat_weights(module):
-    return nn.utils.parameters_to_vector(module.parameters()).detach().cpu().numpy()
-
-
 def acting_agent(args):
     """An agent on the CPU, and the flat vector that its parameters are views of: other weights are one copy."""
     with torch.device("meta"):  # no weights yet, and no draws for them
-        agent = Agent(*game_spec(args.env_id), args)
+        agent = Agent(args.obs_shape, args.num_actions, args)
     weights = np.zeros(sum(parameter.numel() for parameter in agent.parameters()), np.float32)
     nn.utils.vector_to_parameters(torch.from_numpy(weights), agent.to_empty(device="cpu").parameters())
     return agent, weights
-
-
-# Copied from algos/impala_popart.py:sample
-def sample(logits, generator):
-    """Actions (B,) by logits (B, A); without a generator the likeliest."""
-    require_finite(policy_logits=logits)
-    if generator is None:
-        return logits.argmax(-1)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-
-
-# ---- 5. Actors -------------------------------------------------------------------------------------------------------
-
-
-# Copied from algos/impala_popart.py:available_memory
-def available_memory():
-    """Bytes that this process may still take, by what the machine has free and by the limit of its control group."""
-    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(rows["MemAvailable"].split()[0]) * 1024
-    with suppress(OSError, ValueError):  # no such group; its limit is the word max
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, limit - used)
-    return free
-
-
-# Copied from algos/impala_popart.py:SharedMemory
-class SharedMemory(dict):
-    """Arrays {name: (count, *shape)} by a layout {name: (shape, dtype)}, which other processes get as an argument of
-    theirs. A file without a name: nothing stays in /dev/shm, however they end. RunError if the machine has less."""
-
-    def __init__(self, layout, count, copied_fd=None):
-        sizes = [-(-count * math.prod(shape) * np.dtype(dtype).itemsize // 64) * 64 for shape, dtype in layout.values()]
-        if copied_fd is None and sum(sizes) > (free := available_memory()):
-            parts = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in zip(layout, sizes))
-            found = f"{sum(sizes) / 2**20:.0f} MiB of shared memory ({parts}), and {free / 2**20:.0f} MiB are available"
-            raise RunError(f"{count} unrolls take {found}: ask for fewer --num-actors, --envs-per-actor or --num-steps")
-        self.layout, self.count = layout, count
-        self.fd = copied_fd.detach() if copied_fd else os.memfd_create("unrolls")
-        weakref.finalize(self, os.close, self.fd)
-        os.ftruncate(self.fd, sum(sizes))
-        memory, at = mmap.mmap(self.fd, 0), 0
-        for size, (name, (shape, dtype)) in zip(sizes, layout.items()):
-            self[name] = np.frombuffer(memory, dtype, count * math.prod(shape), at).reshape(count, *shape)
-            at += size
-
-    def __reduce__(self):
-        return SharedMemory, (self.layout, self.count, DupFd(self.fd))
-
-    def record(self, i):
-        return {name: array[i, ...] for name, array in self.items()}
-
-
-# Copied from algos/impala_popart.py:Board
-class Board:
-    """The newest weights of the policy with their version, in shared memory, in two places by turns: a writer never
-    waits, a reader copies again when newer ones came meanwhile, and a killed process leaves no lock behind."""
-
-    def __init__(self, size):
-        self.memory = SharedMemory({"version": ((), np.int64), "weights": ((2, size), np.float32)}, 1)
-
-    @property
-    def version(self):
-        return int(self.memory["version"][0])
-
-    def write(self, weights, version):
-        self.fence()
-        self.memory["weights"][0, version % 2] = weights
-        self.fence()
-        self.memory["version"][0] = version
-
-    def read(self, out):
-        """Copies the weights to `out`; returns their version."""
-        version = None
-        while version != self.version:
-            version = self.version
-            self.fence()
-            out[:] = self.memory["weights"][0, version % 2]
-            self.fence()
-        return version
-
-    @staticmethod
-    def fence():
-        """Memory accesses before it stay before those after it: a lock's release, then its acquisition."""
-        for lock in [Lock()] * 2:
-            with lock:
-                pass
 
 
 class Actor:
@@ -624,9 +744,9 @@ class Actor:
     continues where the last ended.
 
     An unroll has T + 1 rows of E games at the learner's turn: obs[t], legal[t], and for t < T the action, its logprob,
-    the opponent that it was played against, and what came of it: reward, terminated, and there the game's return and
-    length. Games begin by the unroll's tasks in turn. Games that are over before the learner's first move are known to
-    the league alone: early_opponent (NEWEST: none), early_return, in no order.
+    the opponent that it was played against, and what came of it: reward, terminated, and there the game's length. Games
+    begin by the unroll's tasks in turn. Games that are over before the learner's first move are known to the league
+    alone: early_opponent (NEWEST: none), early_reward, in no order.
     """
 
     def __init__(self, args, seed, version, index):
@@ -640,20 +760,19 @@ class Actor:
         self.rng = np.random.default_rng(seat_seed)
         self.agent, self.weights = acting_agent(args)
         self.players = {NEWEST: np.zeros_like(self.weights)}  # the weights of who plays
-        self.seat, self.opponent, self.next_opponent, self.length = np.zeros((4, E), np.int64)
-        self.total, self.row = np.zeros(E), None  # of each game the learner's rewards; obs and legal at its turn
-        self.early = []  # opponent and return of games that are over and not told yet
+        self.places = self.seat, self.opponent, self.next_opponent, self.length = np.zeros((4, E), np.int64)
+        self.row = None  # obs and legal at the learner's turn
+        self.early = []  # opponent and reward of games that are over and not told yet
 
     @staticmethod
     def layout(args):
         """Shapes and types of an unroll's arrays."""
-        T, E, (obs_shape, num_actions) = args.num_steps, args.envs_per_actor, game_spec(args.env_id)
-        steps = {"logprob": np.float32, "reward": np.float32, "terminated": bool}
+        T, E = args.num_steps, args.envs_per_actor
+        steps = {"terminated": bool} | dict.fromkeys(("logprob", "reward", "early_reward"), np.float32)
         steps |= dict.fromkeys(("action", "opponent", "early_opponent", "episode_length"), np.int64)
-        steps |= dict.fromkeys(("episode_return", "early_return"), np.float64)
         k, size = args.league_opponents, len(acting_agent(args)[1])
         tasks = [("openings", np.int64, k), ("opponents", np.int64, k), ("weights", np.float32, (k, size))]
-        layout = {"obs": ((T + 1, E, *obs_shape), np.float32), "legal": ((T + 1, E, num_actions), bool)}
+        layout = {"obs": ((T + 1, E, *args.obs_shape), np.float32), "legal": ((T + 1, E, args.num_actions), bool)}
         layout |= {name: ((T, E), dtype) for name, dtype in steps.items()} | {"tasks": ((), np.dtype(tasks))}
         return layout | {"version": ((), np.int64), "lag_sent": ((), np.int64), "wait_s": ((), np.float64)}
 
@@ -682,18 +801,17 @@ class Actor:
             self.reply()
         slot["obs"][-1], slot["legal"][-1] = self.row
         slot["early_opponent"][:] = NEWEST
-        for place, (opponent, total) in zip(np.ndindex(slot["early_opponent"].shape), self.early):
-            slot["early_opponent"][place], slot["early_return"][place] = opponent, total
+        for place, (opponent, reward) in zip(np.ndindex(slot["early_opponent"].shape), self.early):
+            slot["early_opponent"][place], slot["early_reward"][place] = opponent, reward
         self.early = self.early[slot["early_opponent"].size :]  # the next unroll tells the rest
-        slot["lag_sent"][...] = board.version - slot["version"]
+        slot["lag_sent"][...] = board.memory["version"][0] - slot["version"]
 
     def deal(self, games):
         """The next of the tasks for what follows in `games`: every opponent gets as many games, however long they are
         (by place, those that lose fast would get more, and the mixture would be another than the league's)."""
-        openings, self.next_opponent[games] = self.tasks[:, (self.dealt + np.arange(len(games))) % self.tasks.shape[1]]
+        order = (self.dealt + np.arange(len(games))) % self.args.league_opponents
+        self.envs.openings[games], self.next_opponent[games] = self.tasks[:, order]
         self.dealt += len(games)
-        if self.args.openings:
-            self.envs.openings[games] = openings
 
     def act(self, player, obs, legal):
         self.weights[:] = self.players[player]
@@ -713,241 +831,62 @@ class Actor:
 
     def move(self, games, actions):
         rewards, ended = self.envs.step(actions, games)
-        rewards = rewards[np.arange(len(games)), self.seat[games]]
-        self.total[games] += rewards
-        own = self.length[games] > 0  # what came before the learner's first move came of none, and is not told
-        self.slot["reward"][self.t, games] += np.where(own, rewards, 0)
-        known, early = games[ended & own], games[ended & ~own]
-        self.slot["terminated"][self.t, known], self.slot["episode_return"][self.t, known] = True, self.total[known]
-        self.slot["episode_length"][self.t, known] = self.length[known]
-        self.early += zip(self.opponent[early].tolist(), self.total[early].tolist())
-        self.begin(games[ended])
+        rewards, games = rewards[ended, self.seat[games[ended]]], games[ended]
+        own = self.length[games] > 0  # the others ended before the learner's first move
+        place = self.t, games[own]
+        self.slot["terminated"][place], self.slot["reward"][place] = True, rewards[own]
+        self.slot["episode_length"][place] = self.length[games[own]]
+        self.early += zip(self.opponent[games[~own]].tolist(), rewards[~own].tolist())
+        self.begin(games)
 
     def begin(self, games):
         self.seat[games], self.opponent[games] = self.rng.integers(2, size=len(games)), self.next_opponent[games]
-        self.total[games], self.length[games] = 0, 0
+        self.length[games] = 0
         self.deal(games)
-
-    PLACES = "seat", "opponent", "total", "length"
 
     def state_dict(self):
         playing = {*self.opponent.tolist()} - {NEWEST} if self.row else ()  # perhaps evicted meanwhile
         return {"envs": self.envs.get_state(), "generator": self.generator.get_state(), "early": self.early,
                 "rng": self.rng.bit_generator.state, "row": self.row, "players": {i: self.players[i] for i in playing},
-                "places": {name: getattr(self, name) for name in self.PLACES}}  # fmt: skip
+                "places": self.places}  # fmt: skip
 
     def load_state_dict(self, state):
         self.envs.set_state(state["envs"])
+        self.places[:] = state["places"].numpy()
         self.generator.set_state(state["generator"])
         self.rng.bit_generator.state, self.early = state["rng"], state["early"]
         self.row = state["row"] and [tensor.numpy().copy() for tensor in state["row"]]
         self.players |= {player: weights.numpy().copy() for player, weights in state["players"].items()}
-        for name, tensor in state["places"].items():
-            getattr(self, name)[:] = tensor.numpy()
-
-
-# Copied from algos/impala_popart.py:actor_process
-def actor_process(make_actor, index, slots, board, pipe):
-    """Fills the slots whose numbers come, and sends the numbers back; at last the reason, if it cannot go on."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: so it ends with its parent, even if stopped
-    if os.getppid() != multiprocessing.parent_process().pid:  # which died before that
-        return
-    try:
-        torch.set_num_threads(1)
-        actor = make_actor(index)
-        while True:
-            start, number = time.perf_counter(), pipe.recv()
-            slot = slots.record(number)
-            slot["wait_s"][...] = time.perf_counter() - start
-            actor.fill(slot, board)
-            pipe.send(number)
-    except (Exception, SystemExit) as error:  # an environment may ask to exit: that is no end of a run
-        pipe.send(error.code.removeprefix("error: ") if isinstance(error, RunError) else traceback.format_exc())
-
-
-# Copied from algos/impala_popart.py:Actors
-class Actors:
-    """`num_actors` processes that fill slots with unrolls while the learner learns; with 0 it acts itself, in turn.
-
-    make_actor(version, index) -> Actor. `batch` waits for `batch_slots` full slots, takes the oldest and returns their
-    unrolls side by side; `publish` hands out new weights. `max_lag`: in no batch is an unroll whose weights are more
-    than so many updates old. For that a slot counts as old as the weights when it was handed out, there are at most
-    batch_slots (max_lag + 1), and a batch waits for old slots where the others would make those too old. Nothing is
-    ever dropped. An actor that raised, died or does not answer is a RunError.
-    """
-
-    TIMEOUT_S = 600  # for an actor's start, and for any one unroll
-    AHEAD = 100  # slots that an actor has at most: so many numbers go into its pipe without a reader
-
-    def __init__(self, make_actor, layout, num_actors, num_slots, batch_slots, max_lag):
-        self.make_actor, self.layout, self.num_actors, self.num_slots = make_actor, layout, num_actors, num_slots
-        self.batch_slots, self.max_lag = batch_slots, max_lag
-        self.actor, self.actor_state, self.processes = None, None, []
-
-    def start(self, weights, version):
-        """Everything acts with `weights` from now on, the version `version`."""
-        self.slots, self.board, self.version = SharedMemory(self.layout, self.num_slots), Board(len(weights)), version
-        self.board.write(weights, version)
-        self.free, self.issued, self.full, self.used = [*range(self.num_slots)], {}, [], []
-        self.held, self.since = np.zeros((2, self.num_actors))  # by actor: its slots, when it last did what it has to
-        self.clock, self.looked, self.wait_s = 0.0, time.monotonic(), 0.0
-        if not self.num_actors:
-            self.actor = self.make_actor(version, 0)
-            if self.actor_state is not None:
-                self.actor.load_state_dict(self.actor_state)
-            return
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks of torch's threads in any state
-        # Actors inherit blocked signals: what is sent to the whole group is for this process to answer.
-        resource_tracker.ensure_running()  # its own start would unblock them
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
-        try:
-            for index in range(self.num_actors):
-                pipe, remote = context.Pipe()
-                args = partial(self.make_actor, version), index, self.slots, self.board, remote
-                self.processes.append((context.Process(target=actor_process, args=args), pipe))
-                self.processes[-1][0].start()
-                remote.close()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self.hand_out()
-
-    def hand_out(self):
-        """Slots that are free, those of the last batch with them, go to the actors that have the fewest."""
-        self.free, self.used = self.free + self.used, []
-        while self.processes and self.free and self.held.min() < self.AHEAD:
-            index, number = self.held.argmin(), self.free.pop(0)
-            self.held[index] += 1
-            self.issued[number] = self.version
-            with suppress(OSError):  # the actor died: `poll` will say so
-                self.processes[index][1].send(number)
-
-    def batch(self, check=lambda: None):
-        """Tensors {name: (T or T + 1, environments of batch_slots slots, ...)}. Calls check() while it waits."""
-        self.wait_s = 0.0
-        self.poll(0)
-        while not self.ready():
-            check()
-            self.poll(1)
-        self.used, self.full = self.full[: self.batch_slots], self.full[self.batch_slots :]
-        arrays = {name: np.concatenate([self.slots[name][number] for number in self.used], axis=1)
-                  for name, (shape, _) in self.layout.items() if shape}  # fmt: skip
-        self.versions = self.slots["version"][self.used].tolist()
-        lags = [self.version - version for version in self.versions]
-        self.metrics = {"async/policy_lag_mean": np.mean(lags), "async/policy_lag_max": max(lags),
-                        "async/policy_lag_sent": self.slots["lag_sent"][self.used].mean(),
-                        "async/queue_depth": len(self.full), "async/learner_wait_s": self.wait_s,
-                        "async/actor_wait_s": self.slots["wait_s"][self.used].sum(), "async/dropped": 0}  # fmt: skip
-        if self.max_lag is None:
-            self.hand_out()
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-    def ready(self):
-        """Whether the oldest full slots make a batch after which no other slot must become too old."""
-        self.full.sort(key=self.issued.get)
-        if len(self.full) < self.batch_slots or self.max_lag is None:
-            return len(self.full) >= self.batch_slots
-        left = sorted(self.issued[i] for i in {*self.issued} - {*self.full[: self.batch_slots]} - {*self.free})
-        return all(self.version + 1 + i // self.batch_slots - issued <= self.max_lag for i, issued in enumerate(left))
-
-    def poll(self, seconds):
-        """Takes in what is full, or else waits so long for a slot. RunError if an actor has ended or hangs."""
-        if self.actor is not None:
-            self.full.append(self.free.pop(0))
-            self.issued[self.full[-1]] = self.version
-            return self.actor.fill(self.slots.record(self.full[-1]), self.board)
-        start = time.perf_counter()
-        ready = connection.wait([pipe for _, pipe in self.processes], seconds)
-        self.wait_s += time.perf_counter() - start
-        now = time.monotonic()
-        self.clock, self.looked = self.clock + min(now - self.looked, 60), now  # a Ctrl-Z that stops all is no time-out
-        self.since[self.held == 0] = self.clock
-        for index, (process, pipe) in enumerate(self.processes):
-            name = f"actor {index} (process {process.pid})"
-            while pipe in ready and pipe.poll():
-                try:
-                    message = pipe.recv()
-                except (EOFError, OSError) as error:
-                    process.join(2)
-                    raise RunError(f"{name} died with exit code {process.exitcode}") from error
-                if isinstance(message, str):
-                    raise RunError(f"actor {index} failed: {message}")
-                self.full.append(message)
-                self.held[index], self.since[index] = self.held[index] - 1, self.clock
-            if self.clock - self.since[index] > self.TIMEOUT_S:
-                raise RunError(f"{name} hangs: no unroll of it for {self.TIMEOUT_S} s")
-        self.hand_out()
-
-    def publish(self, weights):
-        """After an update."""
-        self.version += 1
-        self.board.write(weights, self.version)
-        self.hand_out()
-
-    def state_dict(self):
-        """Of num_actors 0. The episodes of processes are not kept: a resumed run starts new ones."""
-        return {"actor": self.actor and self.actor.state_dict()}
-
-    def load_state_dict(self, state):
-        self.actor_state = state["actor"]
-
-    def close(self):
-        for end in ("kill", "join"):
-            for process in (process for process, _ in self.processes if process.pid):
-                getattr(process, end)()
-        if self.actor is not None:
-            self.actor.envs.close()
-
-
-class LeagueActors(Actors):
-    """Actors whose slots come with the tasks of the unroll, drawn when a slot is handed out: older draws would favour
-    opponents that have become easy, or are gone."""
-
-    def __init__(self, league, *options):
-        self.league = league
-        super().__init__(*options)
-
-    def poll(self, seconds):
-        if self.actor is not None:
-            self.league.deal(self.slots["tasks"][self.free[0]])
-        super().poll(seconds)
-
-    def hand_out(self):
-        for number in self.free + self.used if self.processes else ():
-            self.league.deal(self.slots["tasks"][number])
-        super().hand_out()
 
 
 # ---- 6. Plumbing: seeds, the run directory, checkpoints --------------------------------------------------------------
 
 
-class Stats:
-    """What came since the last row of metrics.jsonl: games that ended, and updates."""
+class Stats(dict):
+    """What came since the last row of metrics.jsonl: games that ended, by return and length, and updates."""
+
+    state_dict, load_state_dict = dict.copy, dict.update
 
     def __init__(self):
-        self.total, self.finished, self.updates = 0, [], []  # finished: return and length of a game
+        super().__init__(total=0, finished=[], updates=[])
 
     def add(self, batch):
         """The games that ended in the unrolls' arrays (T, B)."""
         ended = batch["terminated"]
-        self.finished += zip(batch["episode_return"][ended].tolist(), batch["episode_length"][ended].tolist())
-        self.total += int(ended.sum())
+        self["finished"] += zip(batch["reward"][ended].tolist(), batch["episode_length"][ended].tolist())
+        self["total"] += int(ended.sum())
 
-    def pop(self):
-        """Means over the games, and over the updates; of updates' numbers named ..._max the maxima."""
-        returns, length = np.mean(self.finished, axis=0) if self.finished else (math.nan, math.nan)
-        row = {"charts/episodic_return": returns, "charts/episodic_length": length, "charts/episodes": self.total}
-        for name in self.updates[0]:
-            row[name] = (max if name.endswith("_max") else np.mean)([update[name] for update in self.updates])
-        self.finished, self.updates = [], []
+    def means(self):
+        """Over the games, and over the updates; of updates' numbers named ..._max the maxima. Then both begin anew."""
+        returns, length = np.mean(self["finished"], axis=0) if self["finished"] else (math.nan, math.nan)
+        row = {"charts/episodic_return": returns, "charts/episodic_length": length, "charts/episodes": self["total"]}
+        for name in self["updates"][0]:
+            row[name] = (max if name.endswith("_max") else np.mean)([update[name] for update in self["updates"]])
+        self.update(finished=[], updates=[])
         return row
 
-    def state_dict(self):
-        return vars(self)
 
-    def load_state_dict(self, state):
-        vars(self).update(state)
-
-
+# endregion: agents
 # Copied from algos/ppo.py:Randomness
 class Randomness:
     """Every random stream of a run, from one SeedSequence: nothing draws from a global generator after the networks are
@@ -974,19 +913,17 @@ def pack(state):
         return {key: pack(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return [pack(value) for value in state]
-    if isinstance(state, np.ndarray):
-        return torch.from_numpy(state.copy())
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
+    if isinstance(state, (np.ndarray, torch.Tensor)):
+        return torch.as_tensor(state).detach().to("cpu", copy=True)
     return state.item() if isinstance(state, np.generic) else state
 
 
 # Copied from algos/ppo.py:require_finite
 def require_finite(**tensors):
-    """RunError that names the first tensor with a value that is not finite."""
+    """SystemExit that names the first tensor with a value that is not finite."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise RunError(f"{name} is not finite. The last good checkpoint is kept; try a lower --learning-rate")
+            sys.exit(f"error: {name} is not finite. The last good checkpoint is kept; lower --learning-rate or rewards")
 
 
 # Copied from algos/ppo.py:RunLogger
@@ -1024,7 +961,7 @@ class RunLogger(ExitStack):
         try:
             self.result = json.loads(result.read_text()) if result.exists() else None
         except ValueError as error:
-            raise RunError(f"{result} is damaged: {error}. Remove it: the same command then makes it anew") from error
+            sys.exit(f"error: {result} is damaged: {error}. Remove it: the same command then makes it anew")
         if self.result is not None and not args.eval_only:
             return
         try:
@@ -1035,9 +972,9 @@ class RunLogger(ExitStack):
             self.lock.truncate(0)
             os.write(self.lock.fileno(), f"pid {os.getpid()} on {self.host}".encode())
         except BlockingIOError:
-            raise RunError(f"{self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir") from None
+            sys.exit(f"error: {self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir")
         except OSError as error:
-            raise RunError(f"cannot write {self.dir}/lock: {error}. Choose another --run-dir") from error
+            sys.exit(f"error: cannot write {self.dir}/lock: {error}. Choose another --run-dir")
         git = {"cwd": script.resolve().parent, "capture_output": True, "text": True}
         self.info = {
             "args": values, "argv": sys.argv, "script_sha256": hashlib.sha256(code).hexdigest(), "host": self.host,
@@ -1061,7 +998,7 @@ class RunLogger(ExitStack):
     def __exit__(self, kind, error, traceback):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         stopped = kind is SystemExit and error.code in (75, 130)
-        super().__exit__(kind, error, traceback)
+        super().__exit__(*([None] * 3 if stopped else [kind, error, traceback]))  # wandb prints what it is given
         if stopped and self.state is not None:
             self.save()
             print(f"{signal.Signals(self.signals[0]).name}: the same command goes on from {self.dir}", file=sys.stderr)
@@ -1069,9 +1006,9 @@ class RunLogger(ExitStack):
         for number, handler in () if stopped else self.handlers.items():  # a second signal does not cut an exit short
             signal.signal(number, handler)
         if isinstance(error, (OSError, ImportError, MemoryError)) or re.search("(allocate|out of) memory", str(error)):
-            raise RunError(f"{type(error).__name__}: {error}") from error
-        if kind is SystemExit and not error.code:
-            raise RunError("the program was ended before its result (by sys.exit in an environment?)") from error
+            sys.exit(f"error: {type(error).__name__}: {error}")
+        if kind is SystemExit and not stopped and not isinstance(error.code, str):
+            sys.exit("error: the program was ended before its result (by sys.exit in an environment?)")
 
     def write(self, name, data, append=False):
         """Appends to a file of the run, or replaces it when the new one is safely on disk."""
@@ -1086,7 +1023,7 @@ class RunLogger(ExitStack):
             written.replace(path)
         except OSError as error:
             (self.dir / "half.tmp").unlink(missing_ok=True)
-            raise RunError(f"cannot write {path}: {error}. What was there before is intact") from error
+            sys.exit(f"error: cannot write {path}: {error}. What was there before is intact")
 
     def restore(self, **parts):
         """Loads the newest readable checkpoint into `parts`, whose states checkpoints hold from now on -> its update,
@@ -1101,9 +1038,9 @@ class RunLogger(ExitStack):
             except Exception as error:  # a damaged file can raise anything
                 print(f"warning: {path} cannot be read ({type(error).__name__})", file=sys.stderr)
         if state is new and (paths or self.args.resume == "must" or self.args.eval_only):
-            raise RunError(f"{self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
+            sys.exit(f"error: {self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
         if state is not new and self.args.resume == "never":
-            raise RunError(f"--resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
+            sys.exit(f"error: --resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
         for name in parts if state is not new else ():
             parts[name].load_state_dict(state[name])
         for path in filter(Path.exists, (self.dir / name for name in self.LOGS if not self.args.eval_only)):
@@ -1118,7 +1055,7 @@ class RunLogger(ExitStack):
                                         id=self.token, resume="allow", config=self.info, name=str(self.dir),
                                         dir=self.dir)  # fmt: skip
             except Exception as error:  # its own kinds are many
-                raise RunError(f"--track: {' '.join(str(error).split())}") from error
+                sys.exit(f"error: --track: {' '.join(str(error).split())}")
             self.enter_context(self.wandb).define_metric("*", step_metric="global_step")
         auto = "none" if sys.stderr is None else "bar" if sys.stderr.isatty() else "log"  # None: it was closed
         mode = self.args.progress.replace("auto", auto)
@@ -1179,8 +1116,9 @@ class RunLogger(ExitStack):
         return {f"{prefix}/return_mean": np.mean(returns), f"{prefix}/return_std": np.std(returns),
                 f"{prefix}/length_mean": np.mean(lengths)}  # fmt: skip
 
-    def finish(self, step, row):
-        """result.json, written last: its presence means that the run is complete."""
+    def finish(self, update, step, row):
+        """The last checkpoint, then result.json: its presence means that the run is complete."""
+        self.checkpoint(update, step, row, last=True)
         evals = {key: value for key, value in row.items() if key.startswith("eval")}
         result = {"global_step": step, "wall_s": time.monotonic() - self.begun} | evals
         self.write("result.json", json.dumps(result, indent=1))
@@ -1214,8 +1152,7 @@ def evaluate(weights, args, check=lambda: None):
         check()
         (obs, legal), own = games.observe(playing), games.player[playing] == seat[playing]
         probabilities = legal / legal.sum(1, keepdims=True)
-        if own.any():
-            probabilities[own] = policy(obs[own], legal[own])
+        probabilities[own] = policy(obs[own], legal[own])
         cumulative = probabilities.cumsum(1)
         actions = (cumulative > rng.random((len(playing), 1)) * cumulative[:, -1:]).argmax(1)
         rewards, ended = games.step(actions, playing)
@@ -1256,16 +1193,16 @@ def train(args):
         torch.use_deterministic_algorithms(args.deterministic)
         device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cpu", getattr(torch.accelerator.current_accelerator(True), "type", None)):
-            raise RunError(f"--device {device}, but torch {torch.__version__} finds none: use --device cpu")
+            sys.exit(f"error: --device {device}, but torch {torch.__version__} finds none: use --device cpu")
         random = Randomness(args.seed, device)
         # End of copy
         # region: appo
-        agent = Agent(*game_spec(args.env_id), args).to(device)
+        agent = Agent(args.obs_shape, args.num_actions, args).to(device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
         stats, league = Stats(), League(args, flat_weights(agent), random.curriculum)
-        actors = run.enter_context(closing(LeagueActors(
-            league, partial(Actor, args, random.envs), Actor.layout(args), args.num_actors, args.num_slots,
-            args.batch_rollouts // args.envs_per_actor, args.max_policy_lag,
+        actors = run.enter_context(closing(Actors(
+            partial(Actor, args, random.envs), Actor.layout(args), args.num_actors,
+            args.batch_rollouts // args.envs_per_actor, args.max_policy_lag, league.deal,
         )))  # fmt: skip
         first_update, global_step, row = run.restore(agent=agent, optimizer=optimizer, random=random, league=league,
                                                      actors=actors, stats=stats)  # fmt: skip
@@ -1285,7 +1222,7 @@ def train(args):
             begun = time.perf_counter()
             batch = actors.batch(run.check_signals)
             stats.add(batch)
-            global_step += args.batch_size
+            global_step += args.batch_rollouts * args.num_steps
             collected = time.perf_counter()
 
             # ---- APPO against a league: this block is the method (with League, Actor.fill and appo_targets) ----
@@ -1294,10 +1231,8 @@ def train(args):
             with torch.no_grad():
                 logits, values = agent(b["obs"], b["legal"])
                 logprob = logits[:-1].log_softmax(-1).gather(-1, b["action"][..., None]).squeeze(-1)
-                targets, advantages = appo_targets(
-                    logprob, b["logprob"], b["reward"], values[:-1], values[-1], b["terminated"], args.gamma,
-                    args.rho_bar, args.c_bar, args.appo_parity,
-                )  # fmt: skip
+                targets, advantages = appo_targets(logprob - b["logprob"], b["reward"], values, b["terminated"],
+                                                   args.gamma, args.rho_bar, args.c_bar, args.appo_parity)  # fmt: skip
             epochs = (random.minibatches.permutation(args.batch_rollouts) for _ in range(args.update_epochs))
             for columns in (part for epoch in epochs for part in np.array_split(epoch, args.num_minibatches)):
                 m = {name: tensor[:, torch.from_numpy(columns)] for name, tensor in b.items()}
@@ -1322,7 +1257,7 @@ def train(args):
 
             # Log and evaluate.
             last, names = update + 1 == args.num_updates, [f"losses/{name}" for name in (*parts_of_loss, "grad_norm")]
-            stats.updates.append(dict(zip(names, torch.stack(losses).mean(0).tolist())) | actors.metrics | {
+            stats["updates"].append(dict(zip(names, torch.stack(losses).mean(0).tolist())) | actors.metrics | {
                 "curriculum/newest_share": (batch["opponent"] == NEWEST).float().mean().item(),
                 "perf/collect_s": collected - begun, "perf/update_s": time.perf_counter() - collected,
             })  # fmt: skip
@@ -1333,17 +1268,13 @@ def train(args):
                 row = run.log_eval(global_step, rows) | measures(rows, flat_weights(agent), league.past.values(), args)
                 row["perf/eval_s"] = time.perf_counter() - begun
             if last or row or (update + 1) % args.log_interval == 0:
-                explained = explained_variance(values[:-1].cpu().numpy(), targets.cpu().numpy())
-                run.log(global_step, row | stats.pop() | league.metrics() | {
-                    "losses/explained_variance": explained, "charts/update": update + 1, "perf/dead_steps": 0,
-                    "charts/learning_rate": optimizer.param_groups[0]["lr"],
+                run.log(global_step, row | stats.means() | league.metrics() | {
+                    "losses/explained_variance": explained_variance(values[:-1].cpu().numpy(), targets.cpu().numpy()),
+                    "charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/update": update + 1,
+                    "perf/dead_steps": 0,
                 })  # fmt: skip
         # endregion: appo
-
-        # Copied from algos/ppo.py:region(finish)
-        run.checkpoint(args.num_updates, global_step, row, last=True)
-        return run.finish(global_step, row)
-        # End of copy
+        return run.finish(args.num_updates, global_step, row)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections import Counter, deque
@@ -35,7 +34,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import pairwise
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -120,14 +119,6 @@ class Args:
     def __post_init__(self):
         check_dqn_args(self)
         check_env_id(self.env_id)
-
-
-# Copied from algos/ppo.py:RunError
-class RunError(SystemExit):
-    """Ends the program with one line on stderr and exit code 1."""
-
-    def __init__(self, message):
-        super().__init__(f"error: {message}")
 
 
 # Copied from algos/ppo.py:check_numbers
@@ -237,7 +228,7 @@ class SumTree:
     FAN = 32  # numpy's cost is per level: 5 at 10^7 slots, where a binary tree has 24
 
     def __init__(self, capacity):
-        self.alpha, self.sums, self.maxima = 0.0, [], []
+        self.sums, self.maxima = [], []
         while capacity > 1 or not self.sums:
             capacity = -(-capacity // self.FAN)
             self.sums.append(np.zeros(capacity * self.FAN))
@@ -247,9 +238,9 @@ class SumTree:
     def top(self):
         return self.maxima[-1].max()
 
-    def set(self, slots, priorities):
+    def set(self, slots, priorities, alpha):
         self.maxima[0][slots] = priorities
-        self.sums[0][slots] = np.power(priorities, self.alpha)
+        self.sums[0][slots] = np.power(priorities, alpha)
         for (sums, sums_above), (maxima, maxima_above) in zip(pairwise(self.sums), pairwise(self.maxima)):
             blocks = len(sums) // self.FAN
             slots = slots // self.FAN if len(slots) < blocks else np.arange(blocks)
@@ -275,7 +266,7 @@ class SumTree:
 
 # Copied from algos/dqn_taper.py:require_memory
 def require_memory(capacity, size):
-    """Says what a replay of `capacity` transitions of `size` bytes takes. RunError if that is not free: on the machine,
+    """Says what a replay of `capacity` transitions of `size` bytes takes. SystemExit if there is less: on the machine,
     or within the limit of this process's control group."""
     free = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
     with suppress(OSError, ValueError):  # no such group; its limit is the word max
@@ -285,33 +276,7 @@ def require_memory(capacity, size):
     print(f"replay: {said}", file=sys.stderr)
     if capacity * size > free:
         fit = f"{free / 2**20:,.1f} MiB are free: a capacity of {free // size} fits"
-        raise RunError(f"--buffer-size {capacity}: {said}, but {fit}")
-
-
-# Copied from algos/dqn_taper.py:Transitions
-class Transitions:
-    """The newest `capacity` transitions in memory: number i, counted from the first, is in slot i % capacity."""
-
-    def __init__(self, capacity, num_tasks, obs_shape, obs_dtype):
-        obs, n = (obs_shape, obs_dtype), (num_tasks,)
-        fields = {"obs": obs, "action": ((), np.int64), "reward": (n, np.float32), "next_obs": obs,
-                  "next_beta": (n, bool), "terminated": ((), bool)}  # fmt: skip
-        self.capacity = capacity
-        self.rows = {name: np.zeros((capacity, *shape), dtype) for name, (shape, dtype) in fields.items()}
-
-    def store(self, numbers, transition):
-        for name, rows in self.rows.items():
-            rows[numbers % self.capacity] = transition[name]
-
-    def take(self, numbers):
-        return {name: rows[numbers % self.capacity] for name, rows in self.rows.items()}
-
-    def state_dict(self, total):
-        return {name: rows[:total] for name, rows in self.rows.items()}
-
-    def load_state_dict(self, state, total):
-        for name, rows in self.rows.items():
-            rows[:total] = np.asarray(state[name])
+        sys.exit(f"error: --buffer-size {capacity}: {said}, but {fit}")
 
 
 # Copied from algos/dqn_taper.py:TaskPrioritizedReplay
@@ -327,16 +292,20 @@ class TaskPrioritizedReplay:
     - taper_shuffled: as taper, but random transitions are marked, as many as enter D*: the control for which ones are
     """
 
-    def __init__(self, transitions, kind, num_envs, num_tasks, T, eps, reading, rng):
-        self.transitions, self.capacity, self.total = transitions, transitions.capacity, 0  # total: ever added
+    def __init__(self, capacity, kind, num_envs, num_tasks, obs_shape, obs_dtype, T, eps, reading, rng):
+        obs, n = (obs_shape, obs_dtype), (num_tasks,)
+        fields = {"obs": obs, "action": ((), np.int64), "reward": (n, np.float32), "next_obs": obs,
+                  "next_beta": (n, bool), "terminated": ((), bool)}  # fmt: skip
+        self.rows = {name: np.zeros((capacity, *shape), dtype) for name, (shape, dtype) in fields.items()}
+        self.capacity, self.total = capacity, 0  # total: ever added, number i of them to slot i % capacity
         self.kind, self.T, self.eps, self.reading, self.rng, self.alpha = kind, T, eps, reading, rng, 0.0
         self.steps = np.zeros(num_envs, np.int64)  # of the running episode; number and rises of the last T of them:
         self.window = np.zeros((num_envs, T), np.int64)
         self.rises = np.zeros((num_envs, T, num_tasks), bool)
-        self.members = np.zeros((self.capacity, num_tasks), bool)  # D^j by slot
+        self.members = np.zeros((capacity, num_tasks), bool)  # D^j by slot
         self.drawn = np.zeros(2, np.int64)  # transitions since the last `metrics`, and those of D* among them
-        self.sets = IndexSets(self.capacity, eps)
-        self.tree = SumTree(self.capacity) if kind in ("per", "taper_td") else None
+        self.sets = IndexSets(capacity, eps)
+        self.tree = SumTree(capacity) if kind in ("per", "taper_td") else None
 
     def __len__(self):
         return min(self.total, self.capacity)
@@ -344,8 +313,7 @@ class TaskPrioritizedReplay:
     def set_alpha(self, alpha):
         """The exponent of P(k), in [0, 1]; per and taper_td build their sum tree anew for another one."""
         if self.tree and alpha != self.alpha:
-            self.tree.alpha = alpha
-            self.tree.set(np.arange(len(self)), self.tree.maxima[0][: len(self)])
+            self.tree.set(np.arange(len(self)), self.tree.maxima[0][: len(self)], alpha)
         self.alpha = alpha
 
     def add(self, transition):
@@ -354,12 +322,13 @@ class TaskPrioritizedReplay:
         envs = transition["envs"]
         numbers = np.arange(self.total, self.total + len(envs))
         slots = numbers % self.capacity
-        self.transitions.store(numbers, transition)
+        for name, rows in self.rows.items():
+            rows[slots] = transition[name]
         self.total += len(envs)
         self.members[slots] = False
         self.sets.unmark(slots)
         if self.tree:
-            self.tree.set(slots, self.eps if self.kind == "taper_td" else self.tree.top or 1.0)
+            self.tree.set(slots, self.eps if self.kind == "taper_td" else self.tree.top or 1.0, self.alpha)
 
         place, rises = self.steps[envs] % self.T, transition["next_beta"] & ~transition["beta"]
         self.window[envs, place], self.rises[envs, place] = numbers, rises
@@ -382,7 +351,7 @@ class TaskPrioritizedReplay:
             rest = self.sets.order[self.sets.marked : len(self)]
             self.sets.mark(self.rng.choice(rest, min(len(entering), len(rest)), replace=False))
         elif self.kind == "taper_td":
-            self.tree.set(entering, self.tree.top if self.tree.top > self.eps else 1.0)
+            self.tree.set(entering, self.tree.top if self.tree.top > self.eps else 1.0, self.alpha)
 
     def sample(self, batch_size, is_beta=0.0):
         """`batch_size` transitions by P(k), with replacement: a dict of arrays, their slots (for `set_priorities`) and
@@ -393,7 +362,7 @@ class TaskPrioritizedReplay:
             slots, probability = self.sets.sample(len(self), batch_size, self.alpha, self.rng)
         self.drawn += batch_size, np.count_nonzero(self.members[slots].any(1))
         weight = (probability / probability.min()) ** -is_beta  # |D| cancels
-        batch = self.transitions.take(self.total - 1 - (self.total - 1 - slots) % self.capacity)
+        batch = {name: rows[slots] for name, rows in self.rows.items()}
         return batch | {"slots": slots, "weight": weight.astype(np.float32)}
 
     def set_priorities(self, slots, td_errors):
@@ -402,7 +371,7 @@ class TaskPrioritizedReplay:
         priorities = np.abs(td_errors).max(1).astype(float) + self.eps
         if self.kind == "taper_td":
             priorities[~self.members[slots].any(1)] = self.eps
-        self.tree.set(slots, priorities)
+        self.tree.set(slots, priorities, self.alpha)
 
     def metrics(self):
         """|D|, |D*| / |D|, D*'s share of what was drawn since the last call, alpha, and |D^j| of each task (0: it was
@@ -415,22 +384,22 @@ class TaskPrioritizedReplay:
 
     def state_dict(self):
         state = {name: getattr(self, name) for name in ("total", "alpha", "steps", "window", "rises", "drawn")}
-        state |= {"transitions": self.transitions.state_dict(self.total), "rng": self.rng.bit_generator.state}
+        state |= {"rng": self.rng.bit_generator.state} | {name: rows[: self.total] for name, rows in self.rows.items()}
         state |= {"members": self.members[: self.total], "order": self.sets.order, "marked": self.sets.marked}
         return state | {"priorities": self.tree.maxima[0][: self.total] if self.tree else None}
 
     def load_state_dict(self, state):
         """Into a new replay."""
         self.total, self.alpha, self.rng.bit_generator.state = state["total"], state["alpha"], state["rng"]
-        self.transitions.load_state_dict(state["transitions"], self.total)
+        for name, rows in self.rows.items():
+            rows[: self.total] = np.asarray(state[name])
         for name in ("steps", "window", "rises", "drawn"):
             getattr(self, name)[:] = np.asarray(state[name])
         self.members[: self.total] = np.asarray(state["members"])
         self.sets.order[:], self.sets.marked = np.asarray(state["order"]), state["marked"]
         self.sets.where[self.sets.order] = np.arange(self.capacity)
         if self.tree:
-            self.tree.alpha = self.alpha
-            self.tree.set(np.arange(len(self)), np.asarray(state["priorities"])[: len(self)])
+            self.tree.set(np.arange(len(self)), np.asarray(state["priorities"])[: len(self)], self.alpha)
 
 
 # ---- 3. Environments -------------------------------------------------------------------------------------------------
@@ -474,7 +443,7 @@ def whole_grid(env):
     return planes.view(np.uint8) * 255
 
 
-class MiniGridTasks:
+class Envs:
     """MiniGrid environments, a SeedSequence each, whose n tasks are the events of those objects that the grid of seed 0
     has: whenever an event's condition becomes true, or its count grows, the task pays 1 and ends. What holds at reset
     is no achievement. Episodes are cut off after `limit` steps (None: never).
@@ -483,6 +452,8 @@ class MiniGridTasks:
     The next episode starts in the step that ends one; info["final_obs"] are the true successors of all.
     info["task_rewards"] (num_envs, n) float32, info["task_terminations"] bool; `beta`: those before the next step.
     """
+
+    lost = []  # environments whose unfinished episode a resume could not restore: here none
 
     def __init__(self, env_id, seeds, limit):
         name, options = env_id.removeprefix("minigrid:"), {"disable_env_checker": True, "max_steps": limit or 2**62}
@@ -493,7 +464,7 @@ class MiniGridTasks:
         kinds = {cell.type for cell in env.grid.grid if cell is not None}
         self.task_names = tuple(name for name, (kind, _) in read_events(env).items() if kind in kinds)
         if not self.task_names:
-            raise RunError(f"{env_id} has no task: its objects are {', '.join(sorted(kinds))}")
+            sys.exit(f"error: {env_id} has no task: its objects are {', '.join(sorted(kinds))}")
         self.num_envs, self.num_tasks, self.num_actions = len(seeds), len(self.task_names), int(env.action_space.n)
         self.rngs = [np.random.default_rng(seed) for seed in seeds]
         self.obs_shape, self.obs_dtype = obs.shape, obs.dtype
@@ -553,9 +524,6 @@ class MiniGridTasks:
         """Nothing is held."""
 
 
-make_envs = MiniGridTasks
-
-
 # ---- 4. Behaviour: actors and their queue ----------------------------------------------------------------------------
 
 
@@ -566,7 +534,7 @@ class Actor:
 
     def __init__(self, envs, rng, agent=None):
         self.envs, self.rng, self.agent, self.every = envs, rng, agent, np.arange(envs.num_envs)
-        self.obs, self.beta = envs.reset(), envs.beta.copy()
+        self.obs = envs.reset()
         self.tasks = rng.integers(envs.num_tasks, size=envs.num_envs)
 
     def step(self, epsilon=1.0):
@@ -575,8 +543,8 @@ class Actor:
         if self.agent is not None:
             greedy = self.rng.random(len(self.every)) >= epsilon
             action = np.where(greedy, self.agent.act(self.obs, self.tasks), action)
-        obs, beta, (self.obs, _, terminated, truncated, info) = self.obs, self.beta, self.envs.step(action)
-        self.beta, ended = self.envs.beta, terminated | truncated
+        obs, beta, (self.obs, _, terminated, truncated, info) = self.obs, self.envs.beta, self.envs.step(action)
+        ended = terminated | truncated
         if ended.any():
             self.tasks[ended] = self.rng.integers(self.envs.num_tasks, size=ended.sum())
         return {"envs": self.every, "obs": obs, "action": action, "reward": info["task_rewards"],
@@ -589,134 +557,83 @@ class Actor:
     def load_state_dict(self, state):
         self.envs.load_state_dict(state["envs"])
         self.rng.bit_generator.state, self.tasks = state["rng"], state["tasks"].numpy()
-        self.obs, self.beta = self.envs.obs.copy(), self.envs.beta.copy()
-
-
-# Copied from algos/dqn_taper.py:SyncQueue
-class SyncQueue:
-    """Records from `num_envs` workers to the process that builds it, each a worker's number and its "task", in shared
-    memory: a ring of `capacity` for each worker. Nothing is dropped: a full ring holds up its worker. No locks, which a
-    killed process could hold: a ring has one writer and one reader, each with an int64 that it alone counts up, after
-    the payload. The memory has no name: nothing stays in /dev/shm, however the processes end."""
-
-    def __init__(self, num_envs, task_dtype, task_shape, capacity):
-        record = np.dtype([("env_id", "i8"), ("task", task_dtype, task_shape)], align=True)
-        ring = [("sent", "i8"), ("drained", "i8"), ("records", record, (capacity,)), ("failed_at", "f8")]
-        self.dtype, self.capacity = np.dtype([*ring, ("error", "S8192")], align=True), capacity
-        self.memory = multiprocessing.RawArray("B", num_envs * self.dtype.itemsize)
-        self.workers = ()  # processes whose end with an exit code but 0 is an error
-
-    @property
-    def rings(self):  # a view: only the memory itself can go to another process
-        return np.frombuffer(self.memory, self.dtype)
-
-    def put_episode(self, env_id, task):
-        """Worker: appends a record; waits while its ring is full."""
-        ring = self.rings[env_id]
-        while ring["sent"] - ring["drained"] == self.capacity:
-            time.sleep(5e-4)
-        self._fence()
-        ring["records"][ring["sent"] % self.capacity] = env_id, task
-        self._fence()
-        ring["sent"] += 1
-
-    def drain(self):
-        """All waiting records (k,), k >= 0, by worker and in order of arrival. RunError with the first error that a
-        worker reported, or else with a dead worker's exit code."""
-        dead = [process for process in self.workers if process.exitcode]  # before errors: a worker reports, then dies
-        rings = self.rings
-        if rings["failed_at"].any():
-            worker = np.where(rings["failed_at"] > 0, rings["failed_at"], np.inf).argmin()
-            raise RunError(f"actor {worker} failed:\n{rings['error'][worker].decode(errors='replace')}")
-        if dead:
-            raise RunError(f"worker {dead[0].name} (pid {dead[0].pid}) died with exit code {dead[0].exitcode}")
-        sent = rings["sent"].copy()
-        self._fence()
-        waiting = [np.arange(*span) % self.capacity for span in zip(rings["drained"], sent)]
-        records = np.concatenate([ring[places] for ring, places in zip(rings["records"], waiting)])
-        self._fence()
-        rings["drained"] = sent
-        return records
-
-    def report_error(self, env_id, traceback_text):
-        """Worker: the next `drain` will raise this text (its last 8 KiB)."""
-        self.rings["error"][env_id] = traceback_text.encode(errors="backslashreplace")[-8192:]
-        self._fence()
-        self.rings["failed_at"][env_id] = time.time()
-
-    @staticmethod
-    def _fence():
-        """Memory accesses before it stay before those after it: a lock's release, then its acquisition."""
-        lock = threading.Lock()
-        lock.acquire()
-        lock.release()
-        lock.acquire()
+        self.obs = self.envs.obs.copy()
 
 
 # Copied from algos/dqn_taper.py:actor_process
-def actor_process(queue, chunk, index, env_id, limit, seed):
-    """A process of `Actors`: an Actor that sends its transitions in the queue's chunks."""
+def actor_process(pipe, memory, chunk, index, env_id, limit, seed):
+    """A process of `Actors`: an Actor that fills the chunks whose numbers it receives, and sends the numbers back."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: so it ends with its parent, even if stopped
     try:
-        env_seed, action_seed = seed.spawn(2)
-        actor = Actor(make_envs(env_id, env_seed.spawn(chunk.shape[1]), limit), np.random.default_rng(action_seed))
+        (_, num_envs), (env_seed, action_seed) = chunk.shape, seed.spawn(2)
+        actor = Actor(Envs(env_id, env_seed.spawn(num_envs), limit), np.random.default_rng(action_seed))
+        actor.every += index * num_envs
+        chunks = np.frombuffer(memory, chunk)
         while True:
-            for row in chunk:
+            number = pipe.recv()
+            for row in chunks[number]:
                 transition = actor.step()
                 for name in row.dtype.names:
                     row[name] = transition[name]
-            queue.put_episode(index, chunk)
-    except RunError as error:
-        queue.report_error(index, str(error).removeprefix("error: "))
-    except BaseException:  # sys.exit of the environment, too: an exit code of 0 is no news for the learner
-        queue.report_error(index, traceback.format_exc())
+            pipe.send(number)
+    except BaseException as error:  # sys.exit of the environment, too: an exit code of 0 is no news for the learner
+        code = getattr(error, "code", None)  # of sys.exit
+        pipe.send(code.removeprefix("error: ") if isinstance(code, str) else traceback.format_exc()[-8192:])
 
 
 # Copied from algos/dqn_taper.py:Actors
 class Actors:
     """The same as an Actor in processes, each with an equal share of the environments. They act at random, so they do
-    not wait for the network; a full queue holds them up. One that raises, dies or falls silent is a RunError of `step`.
-    """
+    not wait for the network. The numbers of an actor's chunks go to it through a pipe when they are free and come back
+    when they are full: with none free it waits. One that raises, dies or falls silent is a SystemExit of `step`."""
 
-    CHUNK, CHUNKS, TIMEOUT_S = 16, 4, 60  # steps in an entry of the queue, entries of an actor; ten times that to start
+    CHUNK, CHUNKS, TIMEOUT_S = 16, 4, 60  # steps in a chunk, chunks of an actor, seconds: ten times that to start
 
-    def __init__(self, num_actors, num_envs, envs, check):
-        n, fields = (envs.num_tasks,), [(name, envs.obs_dtype, envs.obs_shape) for name in ("obs", "next_obs")]
-        fields += [("action", np.int64), ("reward", np.float32, n), ("beta", bool, n), ("next_beta", bool, n)]
-        fields += [("terminated", bool), ("truncated", bool)]
-        self.lanes, self.rows, self.check = np.arange(num_envs).reshape(num_actors, -1), deque(), check
-        self.chunk = np.zeros((self.CHUNK, num_envs // num_actors), fields)  # the queue's "task"
-        self.queue, self.processes = SyncQueue(num_actors, fields, self.chunk.shape, self.CHUNKS), []
-        self.silent, self.looked = np.full(num_actors, -9.0 * self.TIMEOUT_S), time.monotonic()
+    def __init__(self, run, num_envs, transition, env_id, limit, seeds):
+        fields = [(name, array.dtype, array.shape[1:]) for name, array in transition.items()]
+        chunk = np.dtype((np.dtype(fields, align=True), (self.CHUNK, num_envs // len(seeds))))
+        self.check, self.actors, self.rows = run.check_signals, [], deque()
+        self.silent, self.looked = np.full(len(seeds), -9.0 * self.TIMEOUT_S), time.monotonic()
         self.waited, self.taken = 0.0, []
-
-    def start(self, env_id, limit, seeds):
+        run.callback(self.close)
         context = multiprocessing.get_context("spawn")  # a fork would copy the locks of threads in whatever state
         resource_tracker.ensure_running()  # its own start would unblock the signals, which the actors inherit blocked:
         numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP  # what is sent to the whole group is
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # for this process to answer
         for index, seed in enumerate(seeds):
-            args = self.queue, self.chunk, index, env_id, limit, seed
-            self.processes.append(context.Process(target=actor_process, args=args, name=f"actor {index}"))
-            self.processes[-1].start()
+            memory = context.RawArray("B", self.CHUNKS * chunk.itemsize)  # without a name: none stays in /dev/shm
+            pipe, remote = context.Pipe()
+            args = remote, memory, chunk, index, env_id, limit, seed
+            process = context.Process(target=actor_process, args=args, name=f"actor {index}")
+            process.start()
+            for number in range(self.CHUNKS):
+                pipe.send(number)
+            self.actors.append((process, pipe, remote, np.frombuffer(memory, chunk)))
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self.queue.workers = self.processes
 
     def step(self, epsilon=1.0):
         begun = time.monotonic()
         while not self.rows:  # take what all actors have sent; wait for something
             self.check()
-            records, now = self.queue.drain(), time.monotonic()
+            dead = [process for process, *_ in self.actors if process.exitcode]  # before pipes: it reports, then dies
+            connection.wait([pipe for _, pipe, *_ in self.actors], 0.1)
+            now, taken = time.monotonic(), 0
             self.silent += min(now - self.looked, 1.0)  # no more at a time: a Ctrl-Z that stops all is no time-out
-            self.silent[records["env_id"]], self.looked = 0, now
+            self.looked = now
+            for index, (_, pipe, _, chunks) in enumerate(self.actors):
+                while pipe.poll():  # of one that died, too: its end is open here
+                    number = pipe.recv()
+                    if isinstance(number, str):
+                        sys.exit(f"error: actor {index} failed:\n{number}")
+                    self.rows += ({name: row[name] for name in row.dtype.names} for row in chunks[number].copy())
+                    pipe.send(number)
+                    self.silent[index], taken = 0, taken + 1
+            if dead:
+                sys.exit(f"error: worker {dead[0].name} (pid {dead[0].pid}) died with exit code {dead[0].exitcode}")
             if self.silent.max() > self.TIMEOUT_S:
-                actor = self.processes[self.silent.argmax()]
-                raise RunError(f"{actor.name} (process {actor.pid}) has sent nothing for {self.TIMEOUT_S} s")
-            for index, chunk in zip(records["env_id"], records["task"]):
-                rows = ({name: row[name] for name in row.dtype.names} for row in chunk)
-                self.rows += ({"envs": self.lanes[index]} | row for row in rows)
-            self.taken += [len(records)] if len(records) else []
-            time.sleep(0 if self.rows else 2e-4)
+                actor = self.actors[self.silent.argmax()][0]
+                sys.exit(f"error: {actor.name} (process {actor.pid}) has sent nothing for {self.TIMEOUT_S} s")
+            self.taken += [taken] if taken else []
         self.waited += time.monotonic() - begun
         return self.rows.popleft()
 
@@ -727,7 +644,7 @@ class Actors:
         return row
 
     def close(self):
-        for process in self.processes:
+        for process, *_ in self.actors:
             process.kill()
             process.join()
 
@@ -877,19 +794,17 @@ def pack(state):
         return {key: pack(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return [pack(value) for value in state]
-    if isinstance(state, np.ndarray):
-        return torch.from_numpy(state.copy())
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
+    if isinstance(state, (np.ndarray, torch.Tensor)):
+        return torch.as_tensor(state).detach().to("cpu", copy=True)
     return state.item() if isinstance(state, np.generic) else state
 
 
 # Copied from algos/ppo.py:require_finite
 def require_finite(**tensors):
-    """RunError that names the first tensor with a value that is not finite."""
+    """SystemExit that names the first tensor with a value that is not finite."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise RunError(f"{name} is not finite. The last good checkpoint is kept; try a lower --learning-rate")
+            sys.exit(f"error: {name} is not finite. The last good checkpoint is kept; lower --learning-rate or rewards")
 
 
 # Copied from algos/ppo.py:RunLogger
@@ -927,7 +842,7 @@ class RunLogger(ExitStack):
         try:
             self.result = json.loads(result.read_text()) if result.exists() else None
         except ValueError as error:
-            raise RunError(f"{result} is damaged: {error}. Remove it: the same command then makes it anew") from error
+            sys.exit(f"error: {result} is damaged: {error}. Remove it: the same command then makes it anew")
         if self.result is not None and not args.eval_only:
             return
         try:
@@ -938,9 +853,9 @@ class RunLogger(ExitStack):
             self.lock.truncate(0)
             os.write(self.lock.fileno(), f"pid {os.getpid()} on {self.host}".encode())
         except BlockingIOError:
-            raise RunError(f"{self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir") from None
+            sys.exit(f"error: {self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir")
         except OSError as error:
-            raise RunError(f"cannot write {self.dir}/lock: {error}. Choose another --run-dir") from error
+            sys.exit(f"error: cannot write {self.dir}/lock: {error}. Choose another --run-dir")
         git = {"cwd": script.resolve().parent, "capture_output": True, "text": True}
         self.info = {
             "args": values, "argv": sys.argv, "script_sha256": hashlib.sha256(code).hexdigest(), "host": self.host,
@@ -964,7 +879,7 @@ class RunLogger(ExitStack):
     def __exit__(self, kind, error, traceback):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         stopped = kind is SystemExit and error.code in (75, 130)
-        super().__exit__(kind, error, traceback)
+        super().__exit__(*([None] * 3 if stopped else [kind, error, traceback]))  # wandb prints what it is given
         if stopped and self.state is not None:
             self.save()
             print(f"{signal.Signals(self.signals[0]).name}: the same command goes on from {self.dir}", file=sys.stderr)
@@ -972,9 +887,9 @@ class RunLogger(ExitStack):
         for number, handler in () if stopped else self.handlers.items():  # a second signal does not cut an exit short
             signal.signal(number, handler)
         if isinstance(error, (OSError, ImportError, MemoryError)) or re.search("(allocate|out of) memory", str(error)):
-            raise RunError(f"{type(error).__name__}: {error}") from error
-        if kind is SystemExit and not error.code:
-            raise RunError("the program was ended before its result (by sys.exit in an environment?)") from error
+            sys.exit(f"error: {type(error).__name__}: {error}")
+        if kind is SystemExit and not stopped and not isinstance(error.code, str):
+            sys.exit("error: the program was ended before its result (by sys.exit in an environment?)")
 
     def write(self, name, data, append=False):
         """Appends to a file of the run, or replaces it when the new one is safely on disk."""
@@ -989,7 +904,7 @@ class RunLogger(ExitStack):
             written.replace(path)
         except OSError as error:
             (self.dir / "half.tmp").unlink(missing_ok=True)
-            raise RunError(f"cannot write {path}: {error}. What was there before is intact") from error
+            sys.exit(f"error: cannot write {path}: {error}. What was there before is intact")
 
     def restore(self, **parts):
         """Loads the newest readable checkpoint into `parts`, whose states checkpoints hold from now on -> its update,
@@ -1004,9 +919,9 @@ class RunLogger(ExitStack):
             except Exception as error:  # a damaged file can raise anything
                 print(f"warning: {path} cannot be read ({type(error).__name__})", file=sys.stderr)
         if state is new and (paths or self.args.resume == "must" or self.args.eval_only):
-            raise RunError(f"{self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
+            sys.exit(f"error: {self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
         if state is not new and self.args.resume == "never":
-            raise RunError(f"--resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
+            sys.exit(f"error: --resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
         for name in parts if state is not new else ():
             parts[name].load_state_dict(state[name])
         for path in filter(Path.exists, (self.dir / name for name in self.LOGS if not self.args.eval_only)):
@@ -1021,7 +936,7 @@ class RunLogger(ExitStack):
                                         id=self.token, resume="allow", config=self.info, name=str(self.dir),
                                         dir=self.dir)  # fmt: skip
             except Exception as error:  # its own kinds are many
-                raise RunError(f"--track: {' '.join(str(error).split())}") from error
+                sys.exit(f"error: --track: {' '.join(str(error).split())}")
             self.enter_context(self.wandb).define_metric("*", step_metric="global_step")
         auto = "none" if sys.stderr is None else "bar" if sys.stderr.isatty() else "log"  # None: it was closed
         mode = self.args.progress.replace("auto", auto)
@@ -1082,8 +997,9 @@ class RunLogger(ExitStack):
         return {f"{prefix}/return_mean": np.mean(returns), f"{prefix}/return_std": np.std(returns),
                 f"{prefix}/length_mean": np.mean(lengths)}  # fmt: skip
 
-    def finish(self, step, row):
-        """result.json, written last: its presence means that the run is complete."""
+    def finish(self, update, step, row):
+        """The last checkpoint, then result.json: its presence means that the run is complete."""
+        self.checkpoint(update, step, row, last=True)
         evals = {key: value for key, value in row.items() if key.startswith("eval")}
         result = {"global_step": step, "wall_s": time.monotonic() - self.begun} | evals
         self.write("result.json", json.dumps(result, indent=1))
@@ -1102,7 +1018,7 @@ def evaluate(agent, args, check=lambda: None):
     Returns a row per task and start: the task's return, the length, and whether it was achieved.
     """
     starts, (n, _) = np.random.SeedSequence(args.eval_seed).spawn(args.eval_episodes), agent.shape
-    with closing(make_envs(args.env_id, starts * n, args.episode_length)) as envs:
+    with closing(Envs(args.env_id, starts * n, args.episode_length)) as envs:
         every, tasks = np.arange(envs.num_envs), np.repeat(np.arange(n), len(starts))
         obs, running, solved = envs.reset(), np.ones(len(every), bool), np.zeros(len(every), bool)
         returns, lengths = np.zeros(len(every)), np.zeros(len(every), int)
@@ -1127,13 +1043,13 @@ def train(args):
         torch.use_deterministic_algorithms(args.deterministic)
         device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cpu", getattr(torch.accelerator.current_accelerator(True), "type", None)):
-            raise RunError(f"--device {device}, but torch {torch.__version__} finds none: use --device cpu")
+            sys.exit(f"error: --device {device}, but torch {torch.__version__} finds none: use --device cpu")
         random = Randomness(args.seed, device)
         # End of copy
-        # Copied from algos/dqn_taper.py:region(prepare)
+        # Copied from algos/dqn_taper.py:region(learning)
         P, E, B = args.num_actors, args.num_envs, args.batch_size
         limit = args.episode_length if args.control == "episodic" else None
-        envs = make_envs(args.env_id, random.envs.spawn(1 if P else E), limit)  # with actors, only to know their shapes
+        envs = Envs(args.env_id, random.envs.spawn(1 if P else E), limit)  # with actors, only to know their shapes
         run.enter_context(closing(envs))
         n = envs.num_tasks
         agent = Agent(envs.obs_shape, envs.num_actions, n, args.hidden_size, args.separate_networks).to(device)
@@ -1150,20 +1066,18 @@ def train(args):
             print(json.dumps(means))
             return means
         require_memory(args.buffer_size, 2 * np.zeros(envs.obs_shape, envs.obs_dtype).nbytes + 6 * n + 33)
-        transitions = Transitions(args.buffer_size, n, envs.obs_shape, envs.obs_dtype)
-        replay = TaskPrioritizedReplay(transitions, args.replay, E, n, args.episode_length, args.taper_eps,
-                                       args.taper_reading, random.minibatches)  # fmt: skip
+        replay = TaskPrioritizedReplay(args.buffer_size, args.replay, E, n, envs.obs_shape, envs.obs_dtype,
+                                       args.episode_length, args.taper_eps, args.taper_reading,
+                                       random.minibatches)  # fmt: skip
         alphas = args.taper_alpha_start, args.taper_alpha_end, args.taper_alpha_fraction
-        greedy, rng = agent if args.behaviour == "eps-greedy" else None, np.random.default_rng(random.curriculum)
-        actor = Actors(P, E, envs, run.check_signals) if P else Actor(envs, rng, greedy)
+        actor = Actor(envs, np.random.default_rng(random.curriculum), agent if args.behaviour == "eps-greedy" else None)
         first_update, global_step, row = run.restore(**parts, replay=replay, **({} if P else {"actor": actor}))
-        # End of copy
-        if P:  # all episodes start anew, also those of a run that goes on
-            replay.steps[:], stats.running[:] = 0, 0
-            run.enter_context(closing(actor))
-            actor.start(args.env_id, limit, np.random.SeedSequence([args.seed, global_step]).spawn(P))
+        lost = slice(None) if P else envs.lost  # their episodes start anew: with actors all
+        replay.steps[lost], stats.running[lost] = 0, 0
+        if P:
+            seeds = np.random.SeedSequence([args.seed, global_step]).spawn(P)
+            actor = Actors(run, E, actor.step(), args.env_id, limit, seeds)
 
-        # Copied from algos/dqn_taper.py:region(loop)
         for update in range(first_update, args.num_updates):
             run.checkpoint(update, global_step, row)
             laps, learned, progress = [("", time.perf_counter())], [], global_step / args.total_timesteps
@@ -1235,10 +1149,7 @@ def train(args):
         if never := [name for name, count in zip(envs.task_names, stats.achieved) if count == 0]:
             print(f"note: the behaviour never achieved {', '.join(never)}", file=sys.stderr)
         # End of copy
-        # Copied from algos/ppo.py:region(finish)
-        run.checkpoint(args.num_updates, global_step, row, last=True)
-        return run.finish(global_step, row)
-        # End of copy
+        return run.finish(args.num_updates, global_step, row)
 
 
 if __name__ == "__main__":

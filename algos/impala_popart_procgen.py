@@ -114,11 +114,13 @@ class Args:
 
     # Copied from algos/impala_popart_atari.py:Args.__post_init__
     def __post_init__(self):
-        at_least_0 = dict.fromkeys(("seed", "num_actors", "max_policy_lag", "eval_interval"), (0, math.inf))
-        check_numbers(self, gamma=(0, 1), rmsprop_decay=(0, 1), popart_beta=(0, 1), eval_seed=(0, 2**64 - 1),
-                      torch_threads=(0, 1024), lstm_size=(0, 4096), **at_least_0)  # fmt: skip
-        self.games = parse_games(self.env_id)
         E, P, B = self.envs_per_actor, self.num_actors, self.batch_rollouts
+        least_lag = max(0, -(-P * E // max(B, 1)) - 1)  # with less, some actor would never have an unroll to fill
+        at_least_0 = dict.fromkeys(("seed", "num_actors", "eval_interval"), (0, math.inf))
+        check_numbers(self, gamma=(0, 1), rmsprop_decay=(0, 1), popart_beta=(0, 1), eval_seed=(0, 2**64 - 1),
+                      torch_threads=(0, 1024), lstm_size=(0, 4096), max_policy_lag=(least_lag, math.inf),
+                      **at_least_0)  # fmt: skip
+        self.games = parse_games(self.env_id)
         self.batch_size = B * self.num_steps
         self.num_updates = -(-self.total_timesteps // self.batch_size)
         if B % E:
@@ -129,17 +131,6 @@ class Args:
                              f"{len(self.games)} games: try --envs-per-actor {len(self.games)}")  # fmt: skip
         if self.popart and self.multi_head:
             raise ValueError("--multi-head is the baseline without PopArt, which has its own heads: add --no-popart")
-        if self.num_slots < P:
-            raise ValueError(f"--max-policy-lag {self.max_policy_lag} leaves {self.num_slots} unrolls at a time for "
-                             f"--num-actors {P}: try {-(-P * E // B) - 1} or fewer actors")  # fmt: skip
-
-    # Copied from algos/impala_popart.py:Args.num_slots
-    @property
-    def num_slots(self):
-        """Unrolls that exist at a time: a batch, one under way in each actor, and a batch to come."""
-        batch = self.batch_rollouts // self.envs_per_actor
-        slots = self.num_actors + 2 * batch if self.num_actors else batch
-        return slots if self.max_policy_lag is None else min(slots, batch * (self.max_policy_lag + 1))
 
 
 # Copied from algos/ppo.py:check_numbers
@@ -154,14 +145,6 @@ def check_numbers(args, **limits):
 
 
 # ---- 2. Environments -------------------------------------------------------------------------------------------------
-
-
-# Copied from algos/ppo.py:RunError
-class RunError(SystemExit):
-    """Ends the program with one line on stderr and exit code 1."""
-
-    def __init__(self, message):
-        super().__init__(f"error: {message}")
 
 
 SUITES = {
@@ -505,48 +488,35 @@ class Agent(nn.Module):
         return (t, i), features[t + 1, k]
 
 
-# Copied from algos/impala_popart.py:sample
-def sample(logits, generator):
-    """Actions (B,) by logits (B, A); without a generator the likeliest."""
-    require_finite(policy_logits=logits)
-    if generator is None:
-        return logits.argmax(-1)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+# ---- 5. The asynchronous queue, and the actors that fill it ----------------------------------------------------------
 
 
-# ---- 5. Actors -------------------------------------------------------------------------------------------------------
-
-
-# Copied from algos/impala_popart.py:available_memory
+# Copied from algos/impala_popart.py:region(queue)
 def available_memory():
     """Bytes that this process may still take, by what the machine has free and by the limit of its control group."""
-    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(rows["MemAvailable"].split()[0]) * 1024
+    free = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
     with suppress(OSError, ValueError):  # no such group; its limit is the word max
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         free = min(free, limit - used)
     return free
 
 
-# Copied from algos/impala_popart.py:SharedMemory
 class SharedMemory(dict):
     """Arrays {name: (count, *shape)} by a layout {name: (shape, dtype)}, which other processes get as an argument of
-    theirs. A file without a name: nothing stays in /dev/shm, however they end. RunError if the machine has less."""
+    theirs. A file without a name: nothing stays in /dev/shm, however they end. SystemExit if the machine has less."""
 
     def __init__(self, layout, count, copied_fd=None):
-        sizes = [-(-count * math.prod(shape) * np.dtype(dtype).itemsize // 64) * 64 for shape, dtype in layout.values()]
-        if copied_fd is None and sum(sizes) > (free := available_memory()):
-            parts = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in zip(layout, sizes))
-            found = f"{sum(sizes) / 2**20:.0f} MiB of shared memory ({parts}), and {free / 2**20:.0f} MiB are available"
-            raise RunError(f"{count} unrolls take {found}: ask for fewer --num-actors, --envs-per-actor or --num-steps")
+        record = np.dtype([(name, dtype, shape) for name, (shape, dtype) in layout.items()], align=True)
+        if copied_fd is None and (size := count * record.itemsize) > (free := available_memory()):
+            parts = ", ".join(f"{name} {count * record[name].itemsize / 2**20:.0f}" for name in layout)
+            found = f"{size / 2**20:.0f} MiB of shared memory ({parts}), and {free / 2**20:.0f} MiB are available"
+            sys.exit(f"error: {count} unrolls take {found}: use fewer --num-actors, --envs-per-actor or --num-steps")
         self.layout, self.count = layout, count
         self.fd = copied_fd.detach() if copied_fd else os.memfd_create("unrolls")
         weakref.finalize(self, os.close, self.fd)
-        os.ftruncate(self.fd, sum(sizes))
-        memory, at = mmap.mmap(self.fd, 0), 0
-        for size, (name, (shape, dtype)) in zip(sizes, layout.items()):
-            self[name] = np.frombuffer(memory, dtype, count * math.prod(shape), at).reshape(count, *shape)
-            at += size
+        os.ftruncate(self.fd, count * record.itemsize)
+        records = np.frombuffer(mmap.mmap(self.fd, 0), record)
+        super().__init__({name: records[name] for name in layout})
 
     def __reduce__(self):
         return SharedMemory, (self.layout, self.count, DupFd(self.fd))
@@ -555,17 +525,24 @@ class SharedMemory(dict):
         return {name: array[i, ...] for name, array in self.items()}
 
 
-# Copied from algos/impala_popart.py:Board
+def flat_weights(module):
+    return nn.utils.parameters_to_vector(module.parameters()).detach().cpu().numpy()
+
+
+def sample(logits, generator):
+    """Actions (B,) by logits (B, A); without a generator the likeliest."""
+    require_finite(policy_logits=logits)
+    if generator is None:
+        return logits.argmax(-1)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
 class Board:
     """The newest weights of the policy with their version, in shared memory, in two places by turns: a writer never
     waits, a reader copies again when newer ones came meanwhile, and a killed process leaves no lock behind."""
 
     def __init__(self, size):
         self.memory = SharedMemory({"version": ((), np.int64), "weights": ((2, size), np.float32)}, 1)
-
-    @property
-    def version(self):
-        return int(self.memory["version"][0])
 
     def write(self, weights, version):
         self.fence()
@@ -576,8 +553,8 @@ class Board:
     def read(self, out):
         """Copies the weights to `out`; returns their version."""
         version = None
-        while version != self.version:
-            version = self.version
+        while version != self.memory["version"][0]:
+            version = int(self.memory["version"][0])
             self.fence()
             out[:] = self.memory["weights"][0, version % 2]
             self.fence()
@@ -591,11 +568,162 @@ class Board:
                 pass
 
 
-# Copied from algos/impala_popart.py:flat_weights
-def flat_weights(module):
-    return nn.utils.parameters_to_vector(module.parameters()).detach().cpu().numpy()
+def actor_process(make_actor, index, slots, board, pipe):
+    """Fills the slots whose numbers come, and sends the numbers back; at last the reason, if it cannot go on."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: so it ends with its parent, even if stopped
+    if os.getppid() != multiprocessing.parent_process().pid:  # which died before that
+        return
+    try:
+        torch.set_num_threads(1)
+        actor = make_actor(index)
+        while True:
+            start, number = time.perf_counter(), pipe.recv()
+            slot = slots.record(number)
+            slot["wait_s"][...] = time.perf_counter() - start
+            actor.fill(slot, board)
+            pipe.send(number)
+    except (Exception, SystemExit) as error:  # an environment may ask to exit: that is no end of a run
+        code = getattr(error, "code", None)  # of sys.exit
+        pipe.send(code.removeprefix("error: ") if isinstance(code, str) else traceback.format_exc())
 
 
+class Actors:
+    """The asynchronous queue: slots go out to `num_actors` processes, with the tasks that deal(slot) writes into them,
+    and come back with unrolls, while the learner learns. With 0 processes it fills them itself, in turn.
+
+    make_actor(version, index) -> Actor. `batch` waits for `batch_slots` full slots, takes the oldest and returns their
+    unrolls side by side; `publish` hands out new weights. `max_lag`: in no batch is an unroll whose weights are more
+    than so many updates old. For that a slot counts as old as the weights when it was handed out, there are at most
+    batch_slots (max_lag + 1), and a batch waits for old slots where the others would make those too old. Nothing is
+    ever dropped. An actor that raised, died or does not answer is a SystemExit.
+    """
+
+    TIMEOUT_S = 600  # for an actor's start, and for any one unroll
+    AHEAD = 100  # slots that an actor has at most: so many numbers go into its pipe without a reader
+
+    def __init__(self, make_actor, layout, num_actors, batch_slots, max_lag, deal=lambda slot: None):
+        self.make_actor, self.layout, self.num_actors, self.deal = make_actor, layout, num_actors, deal
+        self.batch_slots, self.max_lag = batch_slots, max_lag
+        slots = num_actors + 2 * batch_slots if num_actors else batch_slots  # a batch, one per actor, a batch to come
+        self.num_slots = slots if max_lag is None else min(slots, batch_slots * (max_lag + 1))
+        self.actor, self.actor_state, self.processes = None, None, []
+
+    def start(self, weights, version):
+        """Everything acts with `weights` from now on, the version `version`."""
+        self.slots, self.board, self.version = SharedMemory(self.layout, self.num_slots), Board(len(weights)), version
+        self.board.write(weights, version)
+        self.free, self.issued, self.full = [*range(self.num_slots)], {}, []  # numbers; issued: with which version
+        self.held, self.since = np.zeros((2, self.num_actors))  # by actor: its slots, when it last did what it has to
+        self.clock, self.looked = 0.0, time.monotonic()
+        if not self.num_actors:
+            self.actor = self.make_actor(version, 0)
+            if self.actor_state is not None:
+                self.actor.load_state_dict(self.actor_state)
+            return
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks of torch's threads in any state
+        # Actors inherit blocked signals: what is sent to the whole group is for this process to answer.
+        resource_tracker.ensure_running()  # its own start would unblock them
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
+        for index in range(self.num_actors):
+            pipe, remote = context.Pipe()
+            args = partial(self.make_actor, version), index, self.slots, self.board, remote
+            self.processes.append((context.Process(target=actor_process, args=args), pipe))
+            self.processes[-1][0].start()
+            remote.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self.hand_out()
+
+    def issue(self):
+        """Takes a free slot, with tasks for its unroll."""
+        number = self.free.pop(0)
+        self.issued[number] = self.version
+        self.deal(self.slots.record(number))
+        return number
+
+    def hand_out(self):
+        """Slots that are free go to the actors that have the fewest."""
+        while self.processes and self.free and self.held.min() < self.AHEAD:
+            index, number = self.held.argmin(), self.issue()
+            self.held[index] += 1
+            with suppress(OSError):  # the actor died: `poll` will say so
+                self.processes[index][1].send(number)
+
+    def batch(self, check=lambda: None):
+        """Tensors {name: (T or T + 1, environments of batch_slots slots, ...)}. Calls check() while it waits."""
+        start = time.perf_counter()
+        self.poll(0)
+        while not self.ready():
+            check()
+            self.poll(1)
+        waited = time.perf_counter() - start if self.processes else 0.0
+        used, self.full = self.full[: self.batch_slots], self.full[self.batch_slots :]
+        arrays = {name: np.concatenate([self.slots[name][number] for number in used], axis=1)
+                  for name, (shape, _) in self.layout.items() if shape}  # fmt: skip
+        self.lags = self.version - self.slots["version"][used]
+        self.metrics = {"async/policy_lag_mean": self.lags.mean(), "async/policy_lag_max": self.lags.max(),
+                        "async/policy_lag_sent": self.slots["lag_sent"][used].mean(),
+                        "async/queue_depth": len(self.full), "async/learner_wait_s": waited,
+                        "async/actor_wait_s": self.slots["wait_s"][used].sum(), "async/dropped": 0}  # fmt: skip
+        self.free += used
+        if self.max_lag is None:
+            self.hand_out()
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def ready(self):
+        """Whether the oldest full slots make a batch after which no other slot must become too old."""
+        self.full.sort(key=self.issued.get)
+        if len(self.full) < self.batch_slots or self.max_lag is None:
+            return len(self.full) >= self.batch_slots
+        left = sorted(self.issued[i] for i in {*self.issued} - {*self.full[: self.batch_slots]} - {*self.free})
+        return all(self.version + 1 + i // self.batch_slots - issued <= self.max_lag for i, issued in enumerate(left))
+
+    def poll(self, seconds):
+        """Takes in what is full, or else waits so long for a slot. SystemExit if one has ended or hangs."""
+        if self.actor is not None:
+            self.full.append(self.issue())
+            return self.actor.fill(self.slots.record(self.full[-1]), self.board)
+        ready = connection.wait([pipe for _, pipe in self.processes], seconds)
+        now = time.monotonic()
+        self.clock, self.looked = self.clock + min(now - self.looked, 60), now  # a Ctrl-Z that stops all is no time-out
+        self.since[self.held == 0] = self.clock
+        for index, (process, pipe) in enumerate(self.processes):
+            name = f"actor {index} (process {process.pid})"
+            while pipe in ready and pipe.poll():
+                try:
+                    message = pipe.recv()
+                except (EOFError, OSError):
+                    process.join(2)
+                    sys.exit(f"error: {name} died with exit code {process.exitcode}")
+                if isinstance(message, str):
+                    sys.exit(f"error: actor {index} failed: {message}")
+                self.full.append(message)
+                self.held[index], self.since[index] = self.held[index] - 1, self.clock
+            if self.clock - self.since[index] > self.TIMEOUT_S:
+                sys.exit(f"error: {name} hangs: no unroll of it for {self.TIMEOUT_S} s")
+        self.hand_out()
+
+    def publish(self, weights):
+        """After an update."""
+        self.version += 1
+        self.board.write(weights, self.version)
+        self.hand_out()
+
+    def state_dict(self):
+        """Of num_actors 0. The episodes of processes are not kept: a resumed run starts new ones."""
+        return {"actor": self.actor and self.actor.state_dict()}
+
+    def load_state_dict(self, state):
+        self.actor_state = state["actor"]
+
+    def close(self):
+        for end in ("kill", "join"):
+            for process in (process for process, _ in self.processes if process.pid):
+                getattr(process, end)()
+        if self.actor is not None:
+            self.actor.envs.close()
+
+
+# End of copy
 # Copied from algos/impala_popart.py:Actor
 class Actor:
     """Environments and a policy of its own that acts in them as one batch. `unroll` continues where the last ended.
@@ -632,7 +760,7 @@ class Actor:
         """An unroll with the newest weights."""
         slot["version"][...] = board.read(self.weights)
         self.unroll(slot)
-        slot["lag_sent"][...] = board.version - slot["version"]
+        slot["lag_sent"][...] = board.memory["version"][0] - slot["version"]
 
     @torch.inference_mode()
     def unroll(self, slot):
@@ -669,167 +797,6 @@ class Actor:
             for name, values in arrays.items():
                 values[same] = saved[name].numpy()[same]
         self.row["obs"], self.core[:, same] = self.envs.obs.copy(), state["core"][:, same]
-
-
-# Copied from algos/impala_popart.py:actor_process
-def actor_process(make_actor, index, slots, board, pipe):
-    """Fills the slots whose numbers come, and sends the numbers back; at last the reason, if it cannot go on."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: so it ends with its parent, even if stopped
-    if os.getppid() != multiprocessing.parent_process().pid:  # which died before that
-        return
-    try:
-        torch.set_num_threads(1)
-        actor = make_actor(index)
-        while True:
-            start, number = time.perf_counter(), pipe.recv()
-            slot = slots.record(number)
-            slot["wait_s"][...] = time.perf_counter() - start
-            actor.fill(slot, board)
-            pipe.send(number)
-    except (Exception, SystemExit) as error:  # an environment may ask to exit: that is no end of a run
-        pipe.send(error.code.removeprefix("error: ") if isinstance(error, RunError) else traceback.format_exc())
-
-
-# Copied from algos/impala_popart.py:Actors
-class Actors:
-    """`num_actors` processes that fill slots with unrolls while the learner learns; with 0 it acts itself, in turn.
-
-    make_actor(version, index) -> Actor. `batch` waits for `batch_slots` full slots, takes the oldest and returns their
-    unrolls side by side; `publish` hands out new weights. `max_lag`: in no batch is an unroll whose weights are more
-    than so many updates old. For that a slot counts as old as the weights when it was handed out, there are at most
-    batch_slots (max_lag + 1), and a batch waits for old slots where the others would make those too old. Nothing is
-    ever dropped. An actor that raised, died or does not answer is a RunError.
-    """
-
-    TIMEOUT_S = 600  # for an actor's start, and for any one unroll
-    AHEAD = 100  # slots that an actor has at most: so many numbers go into its pipe without a reader
-
-    def __init__(self, make_actor, layout, num_actors, num_slots, batch_slots, max_lag):
-        self.make_actor, self.layout, self.num_actors, self.num_slots = make_actor, layout, num_actors, num_slots
-        self.batch_slots, self.max_lag = batch_slots, max_lag
-        self.actor, self.actor_state, self.processes = None, None, []
-
-    def start(self, weights, version):
-        """Everything acts with `weights` from now on, the version `version`."""
-        self.slots, self.board, self.version = SharedMemory(self.layout, self.num_slots), Board(len(weights)), version
-        self.board.write(weights, version)
-        self.free, self.issued, self.full, self.used = [*range(self.num_slots)], {}, [], []
-        self.held, self.since = np.zeros((2, self.num_actors))  # by actor: its slots, when it last did what it has to
-        self.clock, self.looked, self.wait_s = 0.0, time.monotonic(), 0.0
-        if not self.num_actors:
-            self.actor = self.make_actor(version, 0)
-            if self.actor_state is not None:
-                self.actor.load_state_dict(self.actor_state)
-            return
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks of torch's threads in any state
-        # Actors inherit blocked signals: what is sent to the whole group is for this process to answer.
-        resource_tracker.ensure_running()  # its own start would unblock them
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
-        try:
-            for index in range(self.num_actors):
-                pipe, remote = context.Pipe()
-                args = partial(self.make_actor, version), index, self.slots, self.board, remote
-                self.processes.append((context.Process(target=actor_process, args=args), pipe))
-                self.processes[-1][0].start()
-                remote.close()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self.hand_out()
-
-    def hand_out(self):
-        """Slots that are free, those of the last batch with them, go to the actors that have the fewest."""
-        self.free, self.used = self.free + self.used, []
-        while self.processes and self.free and self.held.min() < self.AHEAD:
-            index, number = self.held.argmin(), self.free.pop(0)
-            self.held[index] += 1
-            self.issued[number] = self.version
-            with suppress(OSError):  # the actor died: `poll` will say so
-                self.processes[index][1].send(number)
-
-    def batch(self, check=lambda: None):
-        """Tensors {name: (T or T + 1, environments of batch_slots slots, ...)}. Calls check() while it waits."""
-        self.wait_s = 0.0
-        self.poll(0)
-        while not self.ready():
-            check()
-            self.poll(1)
-        self.used, self.full = self.full[: self.batch_slots], self.full[self.batch_slots :]
-        arrays = {name: np.concatenate([self.slots[name][number] for number in self.used], axis=1)
-                  for name, (shape, _) in self.layout.items() if shape}  # fmt: skip
-        self.versions = self.slots["version"][self.used].tolist()
-        lags = [self.version - version for version in self.versions]
-        self.metrics = {"async/policy_lag_mean": np.mean(lags), "async/policy_lag_max": max(lags),
-                        "async/policy_lag_sent": self.slots["lag_sent"][self.used].mean(),
-                        "async/queue_depth": len(self.full), "async/learner_wait_s": self.wait_s,
-                        "async/actor_wait_s": self.slots["wait_s"][self.used].sum(), "async/dropped": 0}  # fmt: skip
-        if self.max_lag is None:
-            self.hand_out()
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-    def ready(self):
-        """Whether the oldest full slots make a batch after which no other slot must become too old."""
-        self.full.sort(key=self.issued.get)
-        if len(self.full) < self.batch_slots or self.max_lag is None:
-            return len(self.full) >= self.batch_slots
-        left = sorted(self.issued[i] for i in {*self.issued} - {*self.full[: self.batch_slots]} - {*self.free})
-        return all(self.version + 1 + i // self.batch_slots - issued <= self.max_lag for i, issued in enumerate(left))
-
-    def poll(self, seconds):
-        """Takes in what is full, or else waits so long for a slot. RunError if an actor has ended or hangs."""
-        if self.actor is not None:
-            self.full.append(self.free.pop(0))
-            self.issued[self.full[-1]] = self.version
-            return self.actor.fill(self.slots.record(self.full[-1]), self.board)
-        start = time.perf_counter()
-        ready = connection.wait([pipe for _, pipe in self.processes], seconds)
-        self.wait_s += time.perf_counter() - start
-        now = time.monotonic()
-        self.clock, self.looked = self.clock + min(now - self.looked, 60), now  # a Ctrl-Z that stops all is no time-out
-        self.since[self.held == 0] = self.clock
-        for index, (process, pipe) in enumerate(self.processes):
-            name = f"actor {index} (process {process.pid})"
-            while pipe in ready and pipe.poll():
-                try:
-                    message = pipe.recv()
-                except (EOFError, OSError) as error:
-                    process.join(2)
-                    raise RunError(f"{name} died with exit code {process.exitcode}") from error
-                if isinstance(message, str):
-                    raise RunError(f"actor {index} failed: {message}")
-                self.full.append(message)
-                self.held[index], self.since[index] = self.held[index] - 1, self.clock
-            if self.clock - self.since[index] > self.TIMEOUT_S:
-                raise RunError(f"{name} hangs: no unroll of it for {self.TIMEOUT_S} s")
-        self.hand_out()
-
-    def publish(self, weights):
-        """After an update."""
-        self.version += 1
-        self.board.write(weights, self.version)
-        self.hand_out()
-
-    def state_dict(self):
-        """Of num_actors 0. The episodes of processes are not kept: a resumed run starts new ones."""
-        return {"actor": self.actor and self.actor.state_dict()}
-
-    def load_state_dict(self, state):
-        self.actor_state = state["actor"]
-
-    def close(self):
-        for end in ("kill", "join"):
-            for process in (process for process, _ in self.processes if process.pid):
-                getattr(process, end)()
-        if self.actor is not None:
-            self.actor.envs.close()
-
-
-# Copied from algos/ppo_plr.py:keep_freed_memory
-def keep_freed_memory():
-    """Keeps glibc from handing the activations' memory back to the kernel after each piece, to fault it in again."""
-    with suppress(OSError, AttributeError):  # another C library has no such switch, nor the need
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-8, 1)):  # mmap threshold, trim threshold, arenas
-            mallopt(option, value)
 
 
 # ---- 6. Plumbing: seeds, the run directory, checkpoints --------------------------------------------------------------
@@ -894,19 +861,17 @@ def pack(state):
         return {key: pack(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return [pack(value) for value in state]
-    if isinstance(state, np.ndarray):
-        return torch.from_numpy(state.copy())
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
+    if isinstance(state, (np.ndarray, torch.Tensor)):
+        return torch.as_tensor(state).detach().to("cpu", copy=True)
     return state.item() if isinstance(state, np.generic) else state
 
 
 # Copied from algos/ppo.py:require_finite
 def require_finite(**tensors):
-    """RunError that names the first tensor with a value that is not finite."""
+    """SystemExit that names the first tensor with a value that is not finite."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise RunError(f"{name} is not finite. The last good checkpoint is kept; try a lower --learning-rate")
+            sys.exit(f"error: {name} is not finite. The last good checkpoint is kept; lower --learning-rate or rewards")
 
 
 # Copied from algos/ppo.py:RunLogger
@@ -944,7 +909,7 @@ class RunLogger(ExitStack):
         try:
             self.result = json.loads(result.read_text()) if result.exists() else None
         except ValueError as error:
-            raise RunError(f"{result} is damaged: {error}. Remove it: the same command then makes it anew") from error
+            sys.exit(f"error: {result} is damaged: {error}. Remove it: the same command then makes it anew")
         if self.result is not None and not args.eval_only:
             return
         try:
@@ -955,9 +920,9 @@ class RunLogger(ExitStack):
             self.lock.truncate(0)
             os.write(self.lock.fileno(), f"pid {os.getpid()} on {self.host}".encode())
         except BlockingIOError:
-            raise RunError(f"{self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir") from None
+            sys.exit(f"error: {self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir")
         except OSError as error:
-            raise RunError(f"cannot write {self.dir}/lock: {error}. Choose another --run-dir") from error
+            sys.exit(f"error: cannot write {self.dir}/lock: {error}. Choose another --run-dir")
         git = {"cwd": script.resolve().parent, "capture_output": True, "text": True}
         self.info = {
             "args": values, "argv": sys.argv, "script_sha256": hashlib.sha256(code).hexdigest(), "host": self.host,
@@ -981,7 +946,7 @@ class RunLogger(ExitStack):
     def __exit__(self, kind, error, traceback):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         stopped = kind is SystemExit and error.code in (75, 130)
-        super().__exit__(kind, error, traceback)
+        super().__exit__(*([None] * 3 if stopped else [kind, error, traceback]))  # wandb prints what it is given
         if stopped and self.state is not None:
             self.save()
             print(f"{signal.Signals(self.signals[0]).name}: the same command goes on from {self.dir}", file=sys.stderr)
@@ -989,9 +954,9 @@ class RunLogger(ExitStack):
         for number, handler in () if stopped else self.handlers.items():  # a second signal does not cut an exit short
             signal.signal(number, handler)
         if isinstance(error, (OSError, ImportError, MemoryError)) or re.search("(allocate|out of) memory", str(error)):
-            raise RunError(f"{type(error).__name__}: {error}") from error
-        if kind is SystemExit and not error.code:
-            raise RunError("the program was ended before its result (by sys.exit in an environment?)") from error
+            sys.exit(f"error: {type(error).__name__}: {error}")
+        if kind is SystemExit and not stopped and not isinstance(error.code, str):
+            sys.exit("error: the program was ended before its result (by sys.exit in an environment?)")
 
     def write(self, name, data, append=False):
         """Appends to a file of the run, or replaces it when the new one is safely on disk."""
@@ -1006,7 +971,7 @@ class RunLogger(ExitStack):
             written.replace(path)
         except OSError as error:
             (self.dir / "half.tmp").unlink(missing_ok=True)
-            raise RunError(f"cannot write {path}: {error}. What was there before is intact") from error
+            sys.exit(f"error: cannot write {path}: {error}. What was there before is intact")
 
     def restore(self, **parts):
         """Loads the newest readable checkpoint into `parts`, whose states checkpoints hold from now on -> its update,
@@ -1021,9 +986,9 @@ class RunLogger(ExitStack):
             except Exception as error:  # a damaged file can raise anything
                 print(f"warning: {path} cannot be read ({type(error).__name__})", file=sys.stderr)
         if state is new and (paths or self.args.resume == "must" or self.args.eval_only):
-            raise RunError(f"{self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
+            sys.exit(f"error: {self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
         if state is not new and self.args.resume == "never":
-            raise RunError(f"--resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
+            sys.exit(f"error: --resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
         for name in parts if state is not new else ():
             parts[name].load_state_dict(state[name])
         for path in filter(Path.exists, (self.dir / name for name in self.LOGS if not self.args.eval_only)):
@@ -1038,7 +1003,7 @@ class RunLogger(ExitStack):
                                         id=self.token, resume="allow", config=self.info, name=str(self.dir),
                                         dir=self.dir)  # fmt: skip
             except Exception as error:  # its own kinds are many
-                raise RunError(f"--track: {' '.join(str(error).split())}") from error
+                sys.exit(f"error: --track: {' '.join(str(error).split())}")
             self.enter_context(self.wandb).define_metric("*", step_metric="global_step")
         auto = "none" if sys.stderr is None else "bar" if sys.stderr.isatty() else "log"  # None: it was closed
         mode = self.args.progress.replace("auto", auto)
@@ -1099,8 +1064,9 @@ class RunLogger(ExitStack):
         return {f"{prefix}/return_mean": np.mean(returns), f"{prefix}/return_std": np.std(returns),
                 f"{prefix}/length_mean": np.mean(lengths)}  # fmt: skip
 
-    def finish(self, step, row):
-        """result.json, written last: its presence means that the run is complete."""
+    def finish(self, update, step, row):
+        """The last checkpoint, then result.json: its presence means that the run is complete."""
+        self.checkpoint(update, step, row, last=True)
         evals = {key: value for key, value in row.items() if key.startswith("eval")}
         result = {"global_step": step, "wall_s": time.monotonic() - self.begun} | evals
         self.write("result.json", json.dumps(result, indent=1))
@@ -1173,15 +1139,19 @@ def train(args):
         torch.use_deterministic_algorithms(args.deterministic)
         device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cpu", getattr(torch.accelerator.current_accelerator(True), "type", None)):
-            raise RunError(f"--device {device}, but torch {torch.__version__} finds none: use --device cpu")
+            sys.exit(f"error: --device {device}, but torch {torch.__version__} finds none: use --device cpu")
         random = Randomness(args.seed, device)
         # End of copy
-        keep_freed_memory()
+        # Copied from algos/ppo_plr.py:region(memory)
+        with suppress(OSError, AttributeError):  # glibc keeps freed activations, instead of faulting them in anew
+            for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-8, 1)):  # mmap threshold, trim threshold, arenas
+                ctypes.CDLL("libc.so.6").mallopt(option, value)
+        # End of copy
         E, games, space = args.envs_per_actor, args.games, SPACE
         agent = Agent(space, len(games), args).to(device)
         optimizer = RMSPropTF(agent.parameters(), args.learning_rate, args.rmsprop_decay, args.rmsprop_eps)
         layout = Actor.layout(args.num_steps, E, space, args.lstm_size)
-        options = args.num_actors, args.num_slots, args.batch_rollouts // E, args.max_policy_lag
+        options = args.num_actors, args.batch_rollouts // E, args.max_policy_lag
         actors = run.enter_context(closing(Actors(partial(make_actor, args, random.envs), layout, *options)))
         stats, parts = Stats(), {"agent": agent, "optimizer": optimizer, "random": random, "actors": actors}
         first_update, global_step, row = run.restore(**parts, stats=stats)
@@ -1255,10 +1225,7 @@ def train(args):
                     done |= {f"popart/{game}/{name}": x for game, x in zip(games, getattr(agent.values, name).tolist())}
                 run.log(global_step, row | stats.pop(games) | done)
 
-        # Copied from algos/ppo.py:region(finish)
-        run.checkpoint(args.num_updates, global_step, row, last=True)
-        return run.finish(global_step, row)
-        # End of copy
+        return run.finish(args.num_updates, global_step, row)
 
 
 if __name__ == "__main__":

@@ -122,13 +122,6 @@ def check_args(args):
 # ---- 2. Environments -------------------------------------------------------------------------------------------------
 
 
-class RunError(SystemExit):
-    """Ends the program with one line on stderr and exit code 1."""
-
-    def __init__(self, message):
-        super().__init__(f"error: {message}")
-
-
 class Envs:
     """Gymnasium environments in this process. Each draws a seed for every episode from its own SeedSequence.
 
@@ -140,7 +133,8 @@ class Envs:
         self.envs = [gym.wrappers.FlattenObservation(gym.make(env_id)) for _ in seeds]
         self.action_space = self.envs[0].action_space
         if not isinstance(self.action_space, gym.spaces.Discrete):
-            raise RunError(f"actions {self.action_space}: this script takes Discrete, ppo_vector.py also Box")
+            kinds = "this script takes Discrete, ppo_vector.py also MultiDiscrete and Box"
+            sys.exit(f"error: actions {self.action_space}: {kinds}")
         self.obs = np.zeros((len(seeds), *self.envs[0].observation_space.shape), np.float32)
         self.rngs = [np.random.default_rng(seed) for seed in seeds]
         self.seeds, self.actions = [0] * len(seeds), [array("q") for _ in seeds]  # of the unfinished episodes
@@ -152,12 +146,13 @@ class Envs:
         """Puts the observation that the environment's method returns into self.obs[i]; returns reward and flags."""
         where = f"environment {i}, step {len(self.actions[i])} of the episode with seed {self.seeds[i]}"
         try:
-            self.obs[i], *rest = getattr(self.envs[i], method)(*args, **options)
+            obs, *rest = getattr(self.envs[i], method)(*args, **options)
+            self.obs[i] = np.reshape(obs, self.obs[i].shape)
             reward = float(np.asarray(rest[0]).item()) if method == "step" else 0.0  # some give an array of one
         except Exception as error:
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
-        if not (np.isfinite(self.obs[i]).all() and math.isfinite(reward)):
-            raise RunError(f"{where}: reward {reward}, observation {self.obs[i]}: not finite")
+        if not (np.isfinite(self.obs[i]).all() and abs(reward) <= np.finfo(np.float32).max.item()):
+            sys.exit(" ".join(f"error: {where}: reward {reward}, observation {self.obs[i]}: no finite float32".split()))
         return reward, *rest[1:3]
 
     def begin(self, i):
@@ -232,10 +227,7 @@ class Agent(nn.Module):
         """obs (B, D) -> actions, their log-probabilities, values, each (B,). No generator: the most likely action."""
         logits, value = self(obs)
         require_finite(policy_output=logits, value=value)
-        if generator is None:
-            action = logits.argmax(-1)
-        else:
-            action = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+        action = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0] if generator else logits.argmax(-1)
         return action, torch.distributions.Categorical(logits=logits, validate_args=False).log_prob(action), value
 
 
@@ -307,18 +299,16 @@ def pack(state):
         return {key: pack(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return [pack(value) for value in state]
-    if isinstance(state, np.ndarray):
-        return torch.from_numpy(state.copy())
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
+    if isinstance(state, (np.ndarray, torch.Tensor)):
+        return torch.as_tensor(state).detach().to("cpu", copy=True)
     return state.item() if isinstance(state, np.generic) else state
 
 
 def require_finite(**tensors):
-    """RunError that names the first tensor with a value that is not finite."""
+    """SystemExit that names the first tensor with a value that is not finite."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise RunError(f"{name} is not finite. The last good checkpoint is kept; try a lower --learning-rate")
+            sys.exit(f"error: {name} is not finite. The last good checkpoint is kept; lower --learning-rate or rewards")
 
 
 class RunLogger(ExitStack):
@@ -355,7 +345,7 @@ class RunLogger(ExitStack):
         try:
             self.result = json.loads(result.read_text()) if result.exists() else None
         except ValueError as error:
-            raise RunError(f"{result} is damaged: {error}. Remove it: the same command then makes it anew") from error
+            sys.exit(f"error: {result} is damaged: {error}. Remove it: the same command then makes it anew")
         if self.result is not None and not args.eval_only:
             return
         try:
@@ -366,9 +356,9 @@ class RunLogger(ExitStack):
             self.lock.truncate(0)
             os.write(self.lock.fileno(), f"pid {os.getpid()} on {self.host}".encode())
         except BlockingIOError:
-            raise RunError(f"{self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir") from None
+            sys.exit(f"error: {self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir")
         except OSError as error:
-            raise RunError(f"cannot write {self.dir}/lock: {error}. Choose another --run-dir") from error
+            sys.exit(f"error: cannot write {self.dir}/lock: {error}. Choose another --run-dir")
         git = {"cwd": script.resolve().parent, "capture_output": True, "text": True}
         self.info = {
             "args": values, "argv": sys.argv, "script_sha256": hashlib.sha256(code).hexdigest(), "host": self.host,
@@ -392,7 +382,7 @@ class RunLogger(ExitStack):
     def __exit__(self, kind, error, traceback):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         stopped = kind is SystemExit and error.code in (75, 130)
-        super().__exit__(kind, error, traceback)
+        super().__exit__(*([None] * 3 if stopped else [kind, error, traceback]))  # wandb prints what it is given
         if stopped and self.state is not None:
             self.save()
             print(f"{signal.Signals(self.signals[0]).name}: the same command goes on from {self.dir}", file=sys.stderr)
@@ -400,9 +390,9 @@ class RunLogger(ExitStack):
         for number, handler in () if stopped else self.handlers.items():  # a second signal does not cut an exit short
             signal.signal(number, handler)
         if isinstance(error, (OSError, ImportError, MemoryError)) or re.search("(allocate|out of) memory", str(error)):
-            raise RunError(f"{type(error).__name__}: {error}") from error
-        if kind is SystemExit and not error.code:
-            raise RunError("the program was ended before its result (by sys.exit in an environment?)") from error
+            sys.exit(f"error: {type(error).__name__}: {error}")
+        if kind is SystemExit and not stopped and not isinstance(error.code, str):
+            sys.exit("error: the program was ended before its result (by sys.exit in an environment?)")
 
     def write(self, name, data, append=False):
         """Appends to a file of the run, or replaces it when the new one is safely on disk."""
@@ -417,7 +407,7 @@ class RunLogger(ExitStack):
             written.replace(path)
         except OSError as error:
             (self.dir / "half.tmp").unlink(missing_ok=True)
-            raise RunError(f"cannot write {path}: {error}. What was there before is intact") from error
+            sys.exit(f"error: cannot write {path}: {error}. What was there before is intact")
 
     def restore(self, **parts):
         """Loads the newest readable checkpoint into `parts`, whose states checkpoints hold from now on -> its update,
@@ -432,9 +422,9 @@ class RunLogger(ExitStack):
             except Exception as error:  # a damaged file can raise anything
                 print(f"warning: {path} cannot be read ({type(error).__name__})", file=sys.stderr)
         if state is new and (paths or self.args.resume == "must" or self.args.eval_only):
-            raise RunError(f"{self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
+            sys.exit(f"error: {self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
         if state is not new and self.args.resume == "never":
-            raise RunError(f"--resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
+            sys.exit(f"error: --resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
         for name in parts if state is not new else ():
             parts[name].load_state_dict(state[name])
         for path in filter(Path.exists, (self.dir / name for name in self.LOGS if not self.args.eval_only)):
@@ -449,7 +439,7 @@ class RunLogger(ExitStack):
                                         id=self.token, resume="allow", config=self.info, name=str(self.dir),
                                         dir=self.dir)  # fmt: skip
             except Exception as error:  # its own kinds are many
-                raise RunError(f"--track: {' '.join(str(error).split())}") from error
+                sys.exit(f"error: --track: {' '.join(str(error).split())}")
             self.enter_context(self.wandb).define_metric("*", step_metric="global_step")
         auto = "none" if sys.stderr is None else "bar" if sys.stderr.isatty() else "log"  # None: it was closed
         mode = self.args.progress.replace("auto", auto)
@@ -510,8 +500,9 @@ class RunLogger(ExitStack):
         return {f"{prefix}/return_mean": np.mean(returns), f"{prefix}/return_std": np.std(returns),
                 f"{prefix}/length_mean": np.mean(lengths)}  # fmt: skip
 
-    def finish(self, step, row):
-        """result.json, written last: its presence means that the run is complete."""
+    def finish(self, update, step, row):
+        """The last checkpoint, then result.json: its presence means that the run is complete."""
+        self.checkpoint(update, step, row, last=True)
         evals = {key: value for key, value in row.items() if key.startswith("eval")}
         result = {"global_step": step, "wall_s": time.monotonic() - self.begun} | evals
         self.write("result.json", json.dumps(result, indent=1))
@@ -530,7 +521,7 @@ def evaluate(agent, args, check=lambda: None):
     generator = torch.Generator(device).manual_seed(int(action_seed.generate_state(1)[0]))
     with closing(Envs(args.env_id, seeds)) as envs:
         obs, running = envs.obs, np.ones(len(seeds), bool)
-        returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), np.int64)
+        returns, lengths = np.zeros((2, len(seeds)))
         while running.any() and lengths.max() < args.eval_max_steps:
             check()
             actions = agent.act(torch.as_tensor(obs).to(device), None if args.eval_greedy else generator)[0]
@@ -552,7 +543,7 @@ def train(args):
         torch.use_deterministic_algorithms(args.deterministic)
         device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cpu", getattr(torch.accelerator.current_accelerator(True), "type", None)):
-            raise RunError(f"--device {device}, but torch {torch.__version__} finds none: use --device cpu")
+            sys.exit(f"error: --device {device}, but torch {torch.__version__} finds none: use --device cpu")
         random = Randomness(args.seed, device)
         # endregion: setup
         envs = run.enter_context(closing(Envs(args.env_id, random.envs.spawn(args.num_envs))))
@@ -610,10 +601,9 @@ def train(args):
                     b["advantages"] = (b["advantages"] - b["advantages"].mean()) / (b["advantages"].std() + 1e-8)
                 logits, value = agent(b["obs"])
                 policy = torch.distributions.Categorical(logits=logits, validate_args=False)
-                loss, parts_of_loss = ppo_loss(
-                    policy.log_prob(b["actions"]), policy.entropy(), value, b["logprobs"], b["values"],
-                    b["advantages"], b["returns"], args.clip_coef, args.clip_vloss, args.ent_coef, args.vf_coef,
-                )  # fmt: skip
+                loss, parts_of_loss = ppo_loss(policy.log_prob(b["actions"]), policy.entropy(), value, b["logprobs"],
+                                               b["values"], b["advantages"], b["returns"], args.clip_coef,
+                                               args.clip_vloss, args.ent_coef, args.vf_coef)  # fmt: skip
                 optimizer.zero_grad()
                 loss.backward()
                 grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -640,10 +630,7 @@ def train(args):
             if last or (update + 1) % args.log_interval == 0:
                 run.log(global_step, envs.pop_episodes() | row)
 
-        # region: finish
-        run.checkpoint(args.num_updates, global_step, row, last=True)
-        return run.finish(global_step, row)
-        # endregion: finish
+        return run.finish(args.num_updates, global_step, row)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ import io
 import json
 import math
 import multiprocessing
-import operator
 import os
 import re
 import signal
@@ -35,7 +34,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, fields
@@ -136,9 +134,9 @@ class Args:
 
     def __post_init__(self):
         check_numbers(
-            self, seed=(0, math.inf), torch_threads=(0, 1024), num_workers=(0, self.num_envs),
+            self, seed=(0, math.inf), torch_threads=(0, 1024), num_workers=(0, self.num_envs), gamma=(0, 1),
             start_level=(0, 2**31 - 2 - self.num_levels), eval_interval=(0, math.inf), eval_seed=(0, 2**64 - 1),
-            gamma=(0, 1), gae_lambda=(0, 1), reward_gamma=(0, 1 - 1e-9), plr_temperature=(1e-3, math.inf),
+            gae_lambda=(0, 1), reward_gamma=(0, 1 - 1e-9), plr_temperature=(1e-3, math.inf),
             plr_staleness_coef=(0, 1), plr_replay_prob=(0, 1), plr_rho=(0, 1), plr_alpha=(0, 1),
         )  # fmt: skip
         self.num_updates = -(-self.total_timesteps // (self.num_envs * self.num_steps))
@@ -162,53 +160,7 @@ def check_numbers(args, **limits):
             raise ValueError(f"--{entry.name.replace('_', '-')} {value}: it must be a number {allowed}")
 
 
-# ---- 2. Curriculum ---------------------------------------------------------------------------------------------------
-
-
-# Lean form of curricula/plr.py:level_scores
-def level_scores(name, rewards, values, next_values, advantages, terminated, logits, gamma, stat):
-    """Score of each step (PLR table 1), all (B,). `stat`: the level's best return, or success rate (learnability)."""
-    p = np.exp(logits - logits.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    return {
-        "policy_entropy": -(p * np.log(np.where(p > 0, p, 1))).sum(-1) / np.log(max(p.shape[-1], 2)),
-        "least_confidence": 1 - p.max(-1),
-        "min_margin": 1 - p.max(-1) + np.sort(p)[..., -2:-1].sum(-1),
-        "gae": advantages,
-        "signed_value_loss": advantages,
-        "value_l1": np.abs(advantages),
-        "positive_value_loss": np.maximum(advantages, 0),
-        "one_step_td_error": np.abs(rewards + gamma * ~terminated * next_values - values),
-        "grounded_signed_value_loss": stat - values,
-        "grounded_positive_value_loss": np.maximum(stat - values, 0),
-        "max_mc": stat - values,
-        "learnability": stat * (1 - stat),
-        "uniform": np.ones(len(rewards)),
-    }[name]
-
-
-# Lean form of curricula/plr.py:replay_weights
-def replay_weights(transform, x, seen, temperature, offset=0.0):
-    """Distribution over the levels that `seen` marks, (L,) float64; all 0 where these have no mass. Equal ones share
-    the mass of their ranks equally; max and eps_greedy take the first."""
-    weights, x = np.zeros(len(x)), x[seen]
-    if not len(x):
-        return weights
-    if "match" in transform:
-        x = x * (1 - x)
-    _, group, sizes = np.unique(-x, return_inverse=True, return_counts=True)
-    by_rank = np.arange(1.0, len(x) + 1) ** (-1 / temperature)
-    power, best = np.maximum(x, 0) + offset, np.arange(len(x)) == np.argmax(x)
-    mass = {
-        "rank": (np.add.reduceat(by_rank, np.cumsum(sizes) - sizes) / sizes)[group],
-        "power": (power / (power.max() or 1)) ** (1 / temperature),  # the division: no overflow
-        "softmax": np.exp((x - x.max()) / temperature),
-        "eps_greedy": 0.05 / len(weights) + (1 - 0.05) * best,
-        "max": 1.0 * best,
-        "constant": np.ones(len(x)),
-    }[{"match": "power", "match_rank": "rank"}.get(transform, transform)]
-    weights[seen] = mass / (mass.sum() or 1)
-    return weights
+# ---- 2. Curriculum, and the queue between it and the environments ----------------------------------------------------
 
 
 # Lean form of curricula/plr.py:PrioritizedLevelReplay
@@ -241,10 +193,8 @@ class PrioritizedLevelReplay:
         return self.replay_prob if self.replay_schedule == "fixed" and share < 1 else share
 
     def sample(self):
-        if self.rng.random() < self.replay_probability():
-            level = self.replay()
-        else:
-            level = np.flatnonzero(self.unseen)[int(self.rng.random() * self.unseen.sum())]
+        replays = self.rng.random() < self.replay_probability()
+        level = self.replay() if replays else np.flatnonzero(self.unseen)[int(self.rng.random() * self.unseen.sum())]
         if self.staleness_coef:
             self.clock += 1
             self.last_drawn[level] = self.clock
@@ -259,37 +209,47 @@ class PrioritizedLevelReplay:
                 if self.rng.random() < (self.clock - self.last_drawn[level]) / bound:
                     return level
             self.oldest = self.last_drawn[~self.unseen].min()
-            sums = np.cumsum(self.stale_weights())
+            sums = np.cumsum(self.distribution("power", self.clock - self.last_drawn))
             if sums[-1]:
                 return np.searchsorted(sums, self.rng.random() * sums[-1], side="right")
-        mass = self.rng.random() * self.sums[-1]
-        k = np.searchsorted(self.sums, mass, side="right")
-        if "rank" not in self.score_transform:
-            return k
-        first, stop = (np.searchsorted(self.keys, self.keys[k], side) for side in ("left", "right"))
-        below = self.sums[first - 1] if first else 0.0
-        share = (mass - below) / (self.sums[stop - 1] - below)  # levels of equal score share the mass of their ranks
-        return self.ranked[first + min(int(share * (stop - first)), stop - first - 1)]
+        return self.order[np.searchsorted(self.sums, self.rng.random() * self.sums[-1], side="right")]
 
     def weights(self):
         """Distribution of a replay, (num_levels,): (1 - staleness_coef) P_score + staleness_coef P_staleness."""
-        stale = self.stale_weights()
+        stale = self.distribution("power", self.clock - self.last_drawn)
         c = self.staleness_coef if stale.any() else 0.0
         return (1 - c) * self.score_weights + c * stale
 
-    def stale_weights(self):
-        return replay_weights("power", self.clock - self.last_drawn, ~self.unseen, temperature=1.0)
+    def distribution(self, transform, x, temperature=1.0, offset=0.0):
+        """Of the seen levels by x, (num_levels,) float64; all 0 where these have no mass. Equal ones share the mass of
+        their ranks equally; max and eps_greedy take the first."""
+        weights, x = np.zeros(len(x)), x[~self.unseen]
+        if not len(x):
+            return weights
+        _, group, sizes = np.unique(-x, return_inverse=True, return_counts=True)
+        by_rank = np.arange(1.0, len(x) + 1) ** (-1 / temperature)
+        power, best = np.maximum(x, 0) + offset, np.arange(len(x)) == np.argmax(x)
+        mass = {
+            "rank": (np.add.reduceat(by_rank, np.cumsum(sizes) - sizes) / sizes)[group],
+            "power": (power / (power.max() or 1)) ** (1 / temperature),  # the division: no overflow
+            "softmax": np.exp((x - x.max()) / temperature),
+            "eps_greedy": 0.05 / len(weights) + (1 - 0.05) * best,
+            "max": 1.0 * best,
+            "constant": np.ones(len(x)),
+        }[transform]
+        weights[~self.unseen] = mass / (mass.sum() or 1)
+        return weights
 
     def rank(self):
-        """What the draws need until the next update: seen levels, best first, and the running sums of weights."""
+        """What the draws need until the next update: seen levels, best first, and running sums of weights, in order."""
         seen, offset = np.flatnonzero(~self.unseen), 0.0 if self.staleness_coef else 1e-3
-        weights = replay_weights(self.score_transform, self.scores, ~self.unseen, self.temperature, offset)
+        rated = self.scores * (1 - self.scores if "match" in self.score_transform else 1)
+        transform = {"match": "power", "match_rank": "rank"}.get(self.score_transform, self.score_transform)
+        weights = self.distribution(transform, rated, self.temperature, offset)
         self.score_weights = weights if weights.any() else ~self.unseen / max(len(seen), 1)
-        keys = -self.scores[seen] * (1 - self.scores[seen] if "match" in self.score_transform else 1)
-        order = np.argsort(keys, kind="stable")
-        self.ranked, self.keys = seen[order], keys[order]
-        by_rank = np.arange(1.0, len(seen) + 1) ** (-1 / self.temperature)
-        self.sums = np.cumsum(by_rank if "rank" in self.score_transform else self.score_weights)
+        self.ranked = seen[np.argsort(-rated[seen], kind="stable")]
+        self.order = self.ranked if transform == "rank" else seen
+        self.sums = np.cumsum(self.score_weights[self.order])
 
     def update(self, levels, rewards, values, next_values, advantages, logits, terminated, ended, gamma):
         """After a rollout of T steps by N actors: all (T, N), logits (T, N, A). `ended`: terminated or truncated;
@@ -300,38 +260,56 @@ class PrioritizedLevelReplay:
 
         # A segment is the part of one episode in this rollout.
         starts = np.flatnonzero(flat(np.vstack([np.ones_like(ended[:1]), ended[:-1]])))
-        lengths = np.diff(starts, append=levels.size)
-        columns = starts // len(levels), flat(levels)[starts], np.logical_or.reduceat(flat(ended), starts)
-        segments = list(zip(*(column.tolist() for column in columns)))
-        floats = [flat(x).astype(np.float64) for x in (rewards, values, next_values, advantages, logits)]
-        episodes = [self.open.pop(a, {"level": k, "return": 0.0, "steps": 0, "mean": 0.0}) for a, k, _ in segments]
-        for episode, (_, level, done), reward in zip(episodes, segments, np.add.reduceat(floats[0], starts).tolist()):
+        sizes, played = np.diff(starts, append=levels.size), flat(levels)[starts]
+        done, segments, finished = np.logical_or.reduceat(flat(ended), starts), [], {}
+        inputs = [flat(x).astype(np.float64) for x in (rewards, values, next_values, advantages, terminated, logits)]
+        columns = starts // len(levels), played, done, np.add.reduceat(inputs[0], starts)
+        for actor, level, over, reward in zip(*(column.tolist() for column in columns)):
+            episode = self.open.pop(actor, {"level": level, "return": 0.0, "steps": 0, "mean": 0.0})
             episode["return"] += reward
-            if done:
+            segments.append((actor, level, over, episode))
+            if over:
                 self.best[level] = max(self.best[level], episode["return"])
                 self.episodes[level] = min(self.episodes[level] + 1, 20)
                 self.successes[level] += ((episode["return"] > 0) - self.successes[level]) / self.episodes[level]
-        stats = self.successes if self.score == "learnability" else self.best
-        stats = np.where(columns[2], stats[columns[1]], 0.0)
-        inputs = *floats[:4], flat(terminated), floats[4]
-        step_scores = level_scores(self.score, *inputs, gamma, np.repeat(stats, lengths))
-        means, finished = np.add.reduceat(step_scores, starts) / lengths, defaultdict(list)
-        rows = zip(segments, episodes, stats.tolist(), lengths.tolist(), means.tolist())
-        for (actor, level, done), episode, stat, steps, mean in rows:
+            else:
+                self.open[actor] = episode
+        stats = np.where(done, (self.successes if self.score == "learnability" else self.best)[played], 0.0)
+        means = (np.add.reduceat(self.step_scores(*inputs, gamma, np.repeat(stats, sizes)), starts) / sizes).tolist()
+        for (actor, level, over, episode), stat, steps, mean in zip(segments, stats.tolist(), sizes.tolist(), means):
             if self.score == "max_mc":
                 episode["mean"] += stat  # it lacks the best return until the end
-            if done or self.score == "max_mc" or self.score not in self.EPISODE_SCORES:
+            if over or self.score == "max_mc" or self.score not in self.EPISODE_SCORES:
                 episode["steps"] += steps
                 episode["mean"] += (mean - episode["mean"]) * steps / episode["steps"]
-            if not done:
-                self.open[actor] = episode
-                continue
-            finished[actor, level].append(episode["mean"])
-            self.move(level, np.mean(finished[actor, level]) if self.score == "max_mc" else episode["mean"])
+            if over:
+                same = finished.setdefault((actor, level), [])
+                same.append(episode["mean"])
+                self.move(level, np.mean(same) if self.score == "max_mc" else episode["mean"])
         for episode in self.open.values() if self.score not in self.EPISODE_SCORES else ():
             self.move(episode["level"], episode["mean"])
             episode.update(steps=0, mean=0.0)
         self.rank()
+
+    def step_scores(self, rewards, values, next_values, advantages, terminated, logits, gamma, stat):
+        """Of each step (PLR table 1), (B,). `stat`: the best return of its level, or success rate (learnability)."""
+        p = np.exp(logits - logits.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        return {
+            "policy_entropy": -(p * np.log(np.where(p > 0, p, 1))).sum(-1) / np.log(max(p.shape[-1], 2)),
+            "least_confidence": 1 - p.max(-1),
+            "min_margin": 1 - p.max(-1) + np.sort(p)[..., -2:-1].sum(-1),
+            "gae": advantages,
+            "signed_value_loss": advantages,
+            "value_l1": np.abs(advantages),
+            "positive_value_loss": np.maximum(advantages, 0),
+            "one_step_td_error": np.abs(rewards + gamma * (1 - terminated) * next_values - values),
+            "grounded_signed_value_loss": stat - values,
+            "grounded_positive_value_loss": np.maximum(stat - values, 0),
+            "max_mc": stat - values,
+            "learnability": stat * (1 - stat),
+            "uniform": np.ones(len(rewards)),
+        }[self.score]
 
     def move(self, level, score):
         self.unseen[level], self.oldest = False, min(self.oldest, self.last_drawn[level])
@@ -354,9 +332,6 @@ class PrioritizedLevelReplay:
         self.rank()
 
 
-# ---- 3. Queue --------------------------------------------------------------------------------------------------------
-
-
 # Lean form of curricula/sync.py:SyncQueue
 class SyncQueue:
     """Tasks (two numbers) to and finished episodes from `num_envs` environments, in shared memory: a ring of `prefetch`
@@ -373,7 +348,13 @@ class SyncQueue:
         self.memory, self.timeout = multiprocessing.RawArray("B", num_envs * self.dtype.itemsize), timeout
 
     @property
-    def rings(self):  # a view: only the memory itself can go to another process
+    def rings(self):
+        """A view (only the memory itself can go to another process) behind a fence: memory accesses before it stay
+        before those after it, by a lock's release, then its acquisition."""
+        lock = Lock()
+        lock.acquire()
+        lock.release()
+        lock.acquire()
         return np.frombuffer(self.memory, self.dtype)
 
     def put_task(self, env_id, task):
@@ -382,11 +363,9 @@ class SyncQueue:
 
     def get_task(self, env_id):
         """Worker: the next task (2,)."""
-        ring = self.rings[env_id]
-        self.wait(env_id, lambda: ring["put"] > ring["got"], "the learner has put no task")
+        ring = self.wait(env_id, lambda ring: ring["put"] > ring["got"], "the learner has put no task")
         task = ring["tasks"][ring["got"] % len(ring["tasks"])].copy()
-        self.fence()
-        ring["got"] += 1
+        self.rings["got"][env_id] += 1
         return task
 
     def put_episode(self, env_id, *episode):
@@ -396,9 +375,7 @@ class SyncQueue:
     def drain(self):
         """Learner: all waiting records, a structured array (k,), k >= 0, by environment and in order of arrival."""
         sent = self.rings["sent"].copy()
-        self.fence()
         records = self.between("records", self.rings["drained"], sent)
-        self.fence()
         self.rings["drained"] = sent
         return records
 
@@ -412,12 +389,10 @@ class SyncQueue:
             self.put_task(env_id, task)
 
     def append(self, env_id, name, head, tail, entry, stuck):
-        ring = self.rings[env_id]
-        size = len(ring[name])
-        self.wait(env_id, lambda: ring[head] - ring[tail] < size, f"{stuck}, its ring of {size} is full,")
+        size = self.dtype[name].shape[0]
+        ring = self.wait(env_id, lambda ring: ring[head] - ring[tail] < size, f"{stuck}, its ring of {size} is full,")
         ring[name][ring[head] % size] = entry
-        self.fence()
-        ring[head] += 1
+        self.rings[head][env_id] += 1
 
     def between(self, name, start, stop):
         """Copies of the entries start[i]:stop[i] of each environment's ring."""
@@ -426,32 +401,16 @@ class SyncQueue:
         return ring[np.repeat(np.arange(len(ring)), count), place % ring.shape[1]]
 
     def wait(self, env_id, ready, stuck):
-        """Until `ready()`, by naps of up to 1 ms."""
+        """The environment's rings as soon as they are `ready`, looked at between naps of up to 1 ms."""
         start = time.monotonic()
-        while not ready():
+        while not ready(self.rings[env_id]):
             if (waited := time.monotonic() - start) > self.timeout:
                 raise TimeoutError(f"environment {env_id}: {stuck} for {waited:.1f} s")
             time.sleep(min(waited / 100, 1e-3))
-        self.fence()
-
-    @staticmethod
-    def fence():
-        """Memory accesses before it stay before those after it: a lock's release, then its acquisition."""
-        lock = Lock()
-        lock.acquire()
-        lock.release()
-        lock.acquire()
+        return self.rings[env_id]
 
 
-# ---- 4. Environments -------------------------------------------------------------------------------------------------
-
-
-# Copied from algos/ppo.py:RunError
-class RunError(SystemExit):
-    """Ends the program with one line on stderr and exit code 1."""
-
-    def __init__(self, message):
-        super().__init__(f"error: {message}")
+# ---- 3. Environments -------------------------------------------------------------------------------------------------
 
 
 class ProcgenLevels:
@@ -482,14 +441,13 @@ class ProcgenLevels:
         blank = bytearray(scratch.get_state()[0])
         level_range = blank.index(struct.pack("<ii", 123456789, 123456790))
 
-        @lru_cache(cached_levels)  # 22-40 kB each: 64 MB
         def first_state(level):  # always from the one blank state: what was played before has no say
             struct.pack_into("<ii", blank, level_range, level, level + 1)
             scratch.set_state([bytes(blank)])
             scratch.act(np.array([-1]))  # a forced reset
             return scratch.get_state()[0]
 
-        self.first_state, self.scratch = first_state, scratch
+        self.scratch, self.first_state = scratch, lru_cache(cached_levels)(first_state)  # 22-40 kB each: 64 MB
 
     def set_level(self, i, level):
         state = self.first_state(int(level))
@@ -514,45 +472,47 @@ class ProcgenLevels:
 class LevelEnvs:
     """Environments `env_ids` (a range) whose tasks come from `queue` as episodes start; level = start_level + task[0].
 
-    step(actions (N,)) -> obs (N, *obs_shape) uint8, reward (N,) float32, terminated, truncated (N,) bool, info.
+    step(actions (N,)) -> obs (N, *shape) uint8, reward (N,) float32, terminated, truncated (N,) bool, info.
     Where an episode ends, its raw return and length go to `queue` and the next level starts in the same step: obs is
-    its first frame. info["task"] (N, 2) are the tasks that the rewards belong to.
+    its first frame, info["final_obs"] the last if its shape is in `frames`. info["task"] (N, 2): the rewards' tasks.
     """
 
-    EPISODE = ["playing", "return", "length"]  # the task of the running episode, its return and steps so far
+    EPISODE = ["task", "return", "length"]  # of the running episode: its task, return and steps so far
 
-    def __init__(self, make_levels, obs_shape, queue, env_ids, start_level, records=None):
+    def __init__(self, make_levels, frames, queue, env_ids, start_level, records=None):
         self.queue, self.env_ids, self.start_level = queue, env_ids, start_level
-        self.records = np.zeros(len(env_ids), self.layout(obs_shape)) if records is None else records
-        self.slots = make_levels(len(env_ids))
+        self.records = np.zeros(len(env_ids), self.layout(frames)) if records is None else records
+        self.slots = slots = make_levels(len(env_ids))
+        self.get_state, self.set_state, self.close = slots.get_state, slots.set_state, slots.close
 
-    @classmethod
-    def layout(cls, obs_shape):
+    @staticmethod
+    def layout(frames):
         """The dtype of all that is known of one environment: the whole can then be shared memory."""
-        fields = [("obs", np.uint8, obs_shape), ("reward", np.float32), ("terminated", bool), ("truncated", bool)]
-        fields += [("task", int, 2), ("playing", int, 2), ("return", float), ("length", int)]
-        return np.dtype(fields, align=True)
+        fields = [(name, np.uint8, shape) for name, shape in frames.items()]
+        fields += [("reward", np.float32), ("terminated", bool), ("truncated", bool)]
+        return np.dtype([*fields, ("task", int, 2), ("return", float), ("length", int)], align=True)
 
     def step(self, actions):
+        info = {"task": self.records["task"].copy()}
         self.run("advance", actions)
-        *outputs, task = (self.records[k].copy() for k in ("obs", "reward", "terminated", "truncated", "task"))
-        return *outputs, {"task": task}
+        info |= {name: self.records[name].copy() for name in self.records.dtype.names if name not in self.EPISODE}
+        return *(info.pop(name) for name in ("obs", "reward", "terminated", "truncated")), info
 
     def state_dict(self):
         """All that the next steps depend on, to the bit; "slots" is a list of N uint8 arrays."""
-        return {"slots": self.run("slots.get_state")} | {name: self.records[name].copy() for name in self.EPISODE}
+        return {"slots": self.run("get_state")} | {name: self.records[name].copy() for name in self.EPISODE}
 
     def load_state_dict(self, state):
         for name in self.EPISODE:
             self.records[name] = state[name]
-        self.run("slots.set_state", state["slots"])
+        self.run("set_state", state["slots"])
 
     def run(self, method, items=()):
         """Calls a method with `items` (one an environment); an error names the environment and its task."""
         try:
-            answer = operator.attrgetter(method)(self)(*[items] if len(items) else ())
+            answer = getattr(self, method)(*[items] if len(items) else ())
         except Exception as error:
-            where = f"environment {self.env_ids[self.slots.at]}, task {self.records['playing'][self.slots.at, 0]}"
+            where = f"environment {self.env_ids[self.slots.at]}, task {self.records['task'][self.slots.at, 0]}"
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
         self.records["obs"] = self.slots.obs
         return answer
@@ -565,8 +525,9 @@ class LevelEnvs:
 
     def advance(self, actions):
         r = self.records
-        _, r["reward"], r["terminated"], r["truncated"] = self.slots.step(actions)
-        r["task"] = r["playing"]
+        obs, r["reward"], r["terminated"], r["truncated"] = self.slots.step(actions)
+        if "final_obs" in r.dtype.names:
+            r["final_obs"] = obs
         r["return"] += r["reward"]
         r["length"] += 1
         ended = np.flatnonzero(r["terminated"] | r["truncated"])
@@ -574,19 +535,14 @@ class LevelEnvs:
             self.queue.put_episode(self.env_ids[i], *r[self.EPISODE][i].item(), float(self.slots.solved[i]))
         self.start(ended)
 
-    def close(self):
-        self.slots.close()
-
 
 def env_worker(conn, memory, dtype, rows, make_envs):
     """A process of WorkerEnvs: answers the calls that come through `conn`, an error by its traceback."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent, even when it is stopped
-    if os.getppid() != multiprocessing.parent_process().pid:  # it has ended already
-        return
     try:
         envs = make_envs(records=np.frombuffer(memory, dtype)[rows])
         while True:
-            conn.send(envs.run(*conn.recv()))
+            conn.send(envs.run(*conn.recv()))  # an EOFError if the parent had ended before that
     except BaseException:  # a game's sys.exit(0), too
         with suppress(OSError):
             conn.send(traceback.format_exc())
@@ -596,23 +552,22 @@ class WorkerEnvs(LevelEnvs):
     """LevelEnvs in `num_workers` processes, each with a slice of the environments: the same results to the bit.
 
     Spawned: a fork would copy the locks of torch's and the loggers' threads in whatever state they are. The memory has
-    no name, so nothing can stay in /dev/shm. A worker that raises, dies or gives no answer is a RunError of `run`.
+    no name, so nothing can stay in /dev/shm. A worker that raises, dies or gives no answer is a SystemExit of `run`.
     """
 
     TIMEOUT_S = 90  # for a step: above the queue's, whose error says more; ten times that to start or to restore
 
-    def __init__(self, make_levels, obs_shape, queue, env_ids, start_level, num_workers, check=lambda: None):
-        dtype, context = self.layout(obs_shape), multiprocessing.get_context("spawn")
+    def __init__(self, make_levels, frames, queue, env_ids, start_level, num_workers, check=lambda: None):
+        dtype, context = self.layout(frames), multiprocessing.get_context("spawn")
         memory = context.RawArray("B", dtype.itemsize * len(env_ids))
         self.env_ids, self.check, self.records, self.workers = env_ids, check, np.frombuffer(memory, dtype), []
         atexit.register(self.close)
         # Workers inherit blocked signals: what is sent to the whole group is for this process to answer.
         resource_tracker.ensure_running()  # its own start would unblock them
-        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         cuts = [len(env_ids) * k // num_workers for k in range(num_workers + 1)]
         for rows in map(slice, cuts, cuts[1:]):
-            make_envs = partial(LevelEnvs, make_levels, obs_shape, queue, env_ids[rows], start_level)
+            make_envs = partial(LevelEnvs, make_levels, frames, queue, env_ids[rows], start_level)
             conn, remote = context.Pipe()
             process = context.Process(target=env_worker, args=(remote, memory, dtype, rows, make_envs))
             self.workers.append((conn, process, rows))
@@ -624,8 +579,8 @@ class WorkerEnvs(LevelEnvs):
         for conn, _, rows in self.workers:
             with suppress(OSError):  # it has ended: its last words, or its exit code, say why
                 conn.send((method, items[rows]))
-        answers, waiting = {}, {conn: rest for conn, *rest in self.workers}
         limit = seconds = self.TIMEOUT_S * (1 if method == "advance" else 10)
+        answers, waiting = [None] * len(self.env_ids), {conn: rest for conn, *rest in self.workers}
         while waiting:
             ready = connection.wait(waiting, 1)
             if not ready:
@@ -639,17 +594,16 @@ class WorkerEnvs(LevelEnvs):
                     process.join(2)
                     answer = f"died with exit code {process.exitcode}"
                 if isinstance(answer, str):
-                    tasks = self.records["playing"][rows, 0].tolist()
+                    tasks = self.records["task"][rows, 0].tolist()
                     self.close()
-                    raise RunError(f"worker of environments {self.env_ids[rows]}, tasks {tasks}: {answer}")
-                answers[rows.start] = answer
-        return [item for start in sorted(answers) for item in answers[start] or ()]
+                    sys.exit(f"error: worker of environments {self.env_ids[rows]}, tasks {tasks}: {answer}")
+                answers[rows] = answer or answers[rows]
+        return answers
 
     def close(self):
         for _, process, _ in self.workers:
             process.kill()
             process.join()
-        self.workers.clear()
         atexit.unregister(self.close)  # last: Ctrl-C may have cut this short
 
 
@@ -673,7 +627,7 @@ class RewardScaler(RunningMeanStd):
         vars(self).update({name: x.numpy() if torch.is_tensor(x) else x for name, x in state.items()})
 
 
-# ---- 5. Agent and mathematics ----------------------------------------------------------------------------------------
+# ---- 4. Agent and mathematics ----------------------------------------------------------------------------------------
 
 
 def layer_init(layer, std=math.sqrt(2)):
@@ -724,9 +678,9 @@ class Agent(nn.Module):
         return self.policy(features), self.value(features).squeeze(-1)
 
     @torch.no_grad()
-    def act(self, obs, generator=None, forward=None):
+    def act(self, obs, generator=None):
         """obs (B, H, W, C) -> actions, log-probabilities, values (B,), logits (B, A). No generator: the likeliest."""
-        logits, value = (forward or self)(obs)
+        logits, value = self(obs)
         require_finite(logits=logits, value=value)
         logprobs = logits.log_softmax(-1)
         action = logits.argmax(-1)
@@ -734,55 +688,29 @@ class Agent(nn.Module):
             action = torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
         return action, logprobs.gather(1, action[:, None])[:, 0], value, logits
 
-    def evaluate_actions(self, obs, actions):
-        """Log-probabilities of `actions`, entropies, values, all (B,), with gradients."""
-        logits, value = self(obs)
-        logprobs = logits.log_softmax(-1)
-        return logprobs.gather(1, actions[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1), value
 
+def gradients(agent, pool, size, flat, minibatch, coefs):
+    """Leaves the gradient of the minibatch's mean loss in the agent's parameters; returns the parts of the loss.
 
-class Pieces:
-    """Learns from pieces of a batch, each worked off by one thread of a pool: faster than all threads on one operator.
-    Pieces and the order of their sums are fixed, so that the number of threads changes no bit. A GPU takes a minibatch
-    in one piece."""
+    Pieces of `size` samples are each worked off by one thread of `pool`: faster than all threads on one operator. They
+    and the order of their sums are fixed, so that the number of threads changes no bit."""
+    parameters = list(agent.parameters())
 
-    def __init__(self, agent, size, threads):
-        self.agent, self.parameters, self.threads = agent, list(agent.parameters()), threads
-        self.size = size if self.parameters[0].device.type == "cpu" else 2**31
-        self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-        torch.set_num_threads(1)  # all the parallelism is here
-
-    def forward(self, obs):
-        """logits (B, A), values (B,). For the small batches of a rollout, all threads on one operator are faster."""
-        torch.set_num_threads(self.threads)
-        outputs = self.agent(obs)
-        torch.set_num_threads(1)
-        return outputs
-
-    def gradients(self, flat, minibatch, coefs):
-        """Leaves the gradient of the minibatch's mean loss in the parameters; returns the parts of the loss."""
-        pieces = np.array_split(minibatch, math.ceil(len(minibatch) / self.size))
-        shares, parts = zip(*self.pool.map(partial(self.piece, flat, coefs, len(minibatch)), pieces))
-        for parameter, *gradients in zip(self.parameters, *shares):
-            parameter.grad = reduce(torch.add, gradients)
-        return {name: sum(part[name] for part in parts) for name in parts[0]}
-
-    def piece(self, flat, coefs, total, rows):
-        """One piece's share of a minibatch of `total` samples: gradients and parts of the loss."""
+    def piece(rows):
+        """Its share of the gradients and of the parts of the loss."""
         rows = torch.as_tensor(rows, device=flat["obs"].device)
         b = {name: tensor.index_select(0, rows) for name, tensor in flat.items()}  # far faster than tensor[rows]
-        new = self.agent.evaluate_actions(b.pop("obs"), b.pop("actions"))
+        logits, value = agent(b["obs"])
+        logprobs = logits.log_softmax(-1)
+        new = logprobs.gather(1, b["actions"][:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1), value
         loss, parts = ppo_loss(*new, *(b[k] for k in ("old_logprob", "old_value", "advantage", "returns")), *coefs)
-        share = len(rows) / total
-        return torch.autograd.grad(loss * share, self.parameters), {k: v.detach() * share for k, v in parts.items()}
+        share = len(rows) / len(minibatch)
+        return torch.autograd.grad(loss * share, parameters), {k: v.detach() * share for k, v in parts.items()}
 
-
-def keep_freed_memory():
-    """Keeps glibc from handing the activations' memory back to the kernel after each piece, to fault it in again."""
-    with suppress(OSError, AttributeError):  # another C library has no such switch, nor the need
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-8, 1)):  # mmap threshold, trim threshold, arenas
-            mallopt(option, value)
+    shares, parts = zip(*pool.map(piece, np.array_split(minibatch, math.ceil(len(minibatch) / size))))
+    for parameter, *terms in zip(parameters, *shares):
+        parameter.grad = reduce(torch.add, terms)
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
 # Copied from algos/ppo.py:gae
@@ -829,7 +757,7 @@ def explained_variance(values, returns):
     return 1 - (returns - values).var() / variance if 0 < variance < math.inf else math.nan
 
 
-# ---- 6. Plumbing: seeds, the run directory, checkpoints --------------------------------------------------------------
+# ---- 5. Plumbing: seeds, the run directory, checkpoints --------------------------------------------------------------
 
 
 # Copied from algos/ppo.py:Randomness
@@ -858,19 +786,17 @@ def pack(state):
         return {key: pack(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return [pack(value) for value in state]
-    if isinstance(state, np.ndarray):
-        return torch.from_numpy(state.copy())
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
+    if isinstance(state, (np.ndarray, torch.Tensor)):
+        return torch.as_tensor(state).detach().to("cpu", copy=True)
     return state.item() if isinstance(state, np.generic) else state
 
 
 # Copied from algos/ppo.py:require_finite
 def require_finite(**tensors):
-    """RunError that names the first tensor with a value that is not finite."""
+    """SystemExit that names the first tensor with a value that is not finite."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise RunError(f"{name} is not finite. The last good checkpoint is kept; try a lower --learning-rate")
+            sys.exit(f"error: {name} is not finite. The last good checkpoint is kept; lower --learning-rate or rewards")
 
 
 # Copied from algos/ppo.py:RunLogger
@@ -908,7 +834,7 @@ class RunLogger(ExitStack):
         try:
             self.result = json.loads(result.read_text()) if result.exists() else None
         except ValueError as error:
-            raise RunError(f"{result} is damaged: {error}. Remove it: the same command then makes it anew") from error
+            sys.exit(f"error: {result} is damaged: {error}. Remove it: the same command then makes it anew")
         if self.result is not None and not args.eval_only:
             return
         try:
@@ -919,9 +845,9 @@ class RunLogger(ExitStack):
             self.lock.truncate(0)
             os.write(self.lock.fileno(), f"pid {os.getpid()} on {self.host}".encode())
         except BlockingIOError:
-            raise RunError(f"{self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir") from None
+            sys.exit(f"error: {self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir")
         except OSError as error:
-            raise RunError(f"cannot write {self.dir}/lock: {error}. Choose another --run-dir") from error
+            sys.exit(f"error: cannot write {self.dir}/lock: {error}. Choose another --run-dir")
         git = {"cwd": script.resolve().parent, "capture_output": True, "text": True}
         self.info = {
             "args": values, "argv": sys.argv, "script_sha256": hashlib.sha256(code).hexdigest(), "host": self.host,
@@ -945,7 +871,7 @@ class RunLogger(ExitStack):
     def __exit__(self, kind, error, traceback):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         stopped = kind is SystemExit and error.code in (75, 130)
-        super().__exit__(kind, error, traceback)
+        super().__exit__(*([None] * 3 if stopped else [kind, error, traceback]))  # wandb prints what it is given
         if stopped and self.state is not None:
             self.save()
             print(f"{signal.Signals(self.signals[0]).name}: the same command goes on from {self.dir}", file=sys.stderr)
@@ -953,9 +879,9 @@ class RunLogger(ExitStack):
         for number, handler in () if stopped else self.handlers.items():  # a second signal does not cut an exit short
             signal.signal(number, handler)
         if isinstance(error, (OSError, ImportError, MemoryError)) or re.search("(allocate|out of) memory", str(error)):
-            raise RunError(f"{type(error).__name__}: {error}") from error
-        if kind is SystemExit and not error.code:
-            raise RunError("the program was ended before its result (by sys.exit in an environment?)") from error
+            sys.exit(f"error: {type(error).__name__}: {error}")
+        if kind is SystemExit and not stopped and not isinstance(error.code, str):
+            sys.exit("error: the program was ended before its result (by sys.exit in an environment?)")
 
     def write(self, name, data, append=False):
         """Appends to a file of the run, or replaces it when the new one is safely on disk."""
@@ -970,7 +896,7 @@ class RunLogger(ExitStack):
             written.replace(path)
         except OSError as error:
             (self.dir / "half.tmp").unlink(missing_ok=True)
-            raise RunError(f"cannot write {path}: {error}. What was there before is intact") from error
+            sys.exit(f"error: cannot write {path}: {error}. What was there before is intact")
 
     def restore(self, **parts):
         """Loads the newest readable checkpoint into `parts`, whose states checkpoints hold from now on -> its update,
@@ -985,9 +911,9 @@ class RunLogger(ExitStack):
             except Exception as error:  # a damaged file can raise anything
                 print(f"warning: {path} cannot be read ({type(error).__name__})", file=sys.stderr)
         if state is new and (paths or self.args.resume == "must" or self.args.eval_only):
-            raise RunError(f"{self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
+            sys.exit(f"error: {self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
         if state is not new and self.args.resume == "never":
-            raise RunError(f"--resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
+            sys.exit(f"error: --resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
         for name in parts if state is not new else ():
             parts[name].load_state_dict(state[name])
         for path in filter(Path.exists, (self.dir / name for name in self.LOGS if not self.args.eval_only)):
@@ -1002,7 +928,7 @@ class RunLogger(ExitStack):
                                         id=self.token, resume="allow", config=self.info, name=str(self.dir),
                                         dir=self.dir)  # fmt: skip
             except Exception as error:  # its own kinds are many
-                raise RunError(f"--track: {' '.join(str(error).split())}") from error
+                sys.exit(f"error: --track: {' '.join(str(error).split())}")
             self.enter_context(self.wandb).define_metric("*", step_metric="global_step")
         auto = "none" if sys.stderr is None else "bar" if sys.stderr.isatty() else "log"  # None: it was closed
         mode = self.args.progress.replace("auto", auto)
@@ -1063,8 +989,9 @@ class RunLogger(ExitStack):
         return {f"{prefix}/return_mean": np.mean(returns), f"{prefix}/return_std": np.std(returns),
                 f"{prefix}/length_mean": np.mean(lengths)}  # fmt: skip
 
-    def finish(self, step, row):
-        """result.json, written last: its presence means that the run is complete."""
+    def finish(self, update, step, row):
+        """The last checkpoint, then result.json: its presence means that the run is complete."""
+        self.checkpoint(update, step, row, last=True)
         evals = {key: value for key, value in row.items() if key.startswith("eval")}
         result = {"global_step": step, "wall_s": time.monotonic() - self.begun} | evals
         self.write("result.json", json.dumps(result, indent=1))
@@ -1072,32 +999,32 @@ class RunLogger(ExitStack):
         return result
 
 
-# ---- 7. Evaluation and training --------------------------------------------------------------------------------------
+# ---- 6. Evaluation and training --------------------------------------------------------------------------------------
 
 
-def evaluate(agent, args, make_levels, episodes, forward=None, check=lambda: None):
+def evaluate(run, step, agent, args, make_levels, episodes):
     """Plays `episodes` levels of each split once, in environments of their own, seeded by args.eval_seed alone.
 
-    "eval": held-out levels, drawn from all outside the training range; "eval_train": training levels. Returns a row per
-    episode (split, level, raw return, length, solved). Touches no training state. `check` may end it.
+    "eval": held-out levels, drawn from all outside the training range; "eval_train": training levels. Logs a row per
+    episode; returns means by split, and the gap between the splits. Touches no training state. Signals may end it.
     """
     rng, device, n = np.random.default_rng(args.eval_seed), next(agent.parameters()).device, args.num_levels
-    generator, rows = torch.Generator(device).manual_seed(args.eval_seed), []
+    generator = None if args.eval_greedy else torch.Generator(device).manual_seed(args.eval_seed)
     held_out = rng.integers(2**31 - 1 - n, size=episodes)
     held_out += np.where(held_out >= args.start_level, n, 0)
     order = rng.permutation(n) if n <= 10**6 else rng.choice(n, episodes, replace=False)  # which makes no list of all
     training = args.start_level + order[np.arange(episodes) % len(order)]
+    means = {}
     for split, levels in (("eval", held_out), ("eval_train", training)):
         with closing(make_levels(episodes)) as slots:
-            actions, returns = np.zeros(episodes, np.int32), np.zeros(episodes)
+            rows, actions, returns = [], np.zeros(episodes, np.int32), np.zeros(episodes)
             length, running, ended = 0, np.ones(episodes, bool), np.ones(episodes, bool)
             while running.any():
-                check()
+                run.check_signals()
                 length += 1
                 for i in np.flatnonzero(ended):
                     slots.set_level(i, levels[i])
-                batch = torch.as_tensor(slots.obs[running]).to(device)
-                actions[running] = agent.act(batch, None if args.eval_greedy else generator, forward)[0].cpu().numpy()
+                actions[running] = agent.act(torch.as_tensor(slots.obs[running]).to(device), generator)[0].cpu().numpy()
                 _, reward, terminated, truncated = slots.step(actions)
                 returns, ended = returns + reward * running, terminated | truncated
                 over = running & (ended | (length == args.eval_max_steps))
@@ -1107,32 +1034,23 @@ def evaluate(agent, args, make_levels, episodes, forward=None, check=lambda: Non
                     if not ended[i]:
                         print(f"note: level {levels[i]} of {split} was cut off at --eval-max-steps", file=sys.stderr)
                 running &= ~over
-    return rows
-
-
-def log_evaluation(run, step, rows):
-    """Means of evaluation rows by split, and the gap between the splits."""
-    means = {}
-    for split in ("eval", "eval_train"):
-        part = [row for row in rows if row["split"] == split]
-        means |= run.log_eval(step, part, split) | {f"{split}/solve_rate": np.mean([row["solved"] for row in part])}
-    means["eval/generalization_gap"] = means["eval_train/return_mean"] - means["eval/return_mean"]
-    return {name: float(x) for name, x in means.items()}
+        means |= run.log_eval(step, rows, split) | {f"{split}/solve_rate": np.mean([row["solved"] for row in rows])}
+    return means | {"eval/generalization_gap": means["eval_train/return_mean"] - means["eval/return_mean"]}
 
 
 class Dealer:
-    """The learner's end of the queue: deals tasks, (level, whether it had no score when it was drawn), one episode
-    ahead of every environment, and takes in what comes of them. Without a curriculum levels are drawn uniformly."""
+    """The learner's end of the queue: deals tasks, (level, whether it is for robust PLR, and had no score when drawn),
+    one episode ahead of every environment, and takes in what comes of them. Without a curriculum: uniform levels."""
 
     def __init__(self, args, queue, seed):
         self.queue, self.num_levels, self.rng = queue, args.num_levels, np.random.default_rng(seed)
         options = {name.removeprefix("plr_"): x for name, x in vars(args).items() if name.startswith("plr_")}
         self.plr = None if args.curriculum == "dr" else PrioritizedLevelReplay(args.num_levels, self.rng, **options)
-        self.episodes, self.finished = 0, []  # finished: (return, length)
+        self.robust, self.episodes, self.finished = args.curriculum == "robust_plr", 0, []  # finished: (return, length)
 
     def deal(self, env_id):
         level = self.plr.sample() if self.plr else int(self.rng.integers(self.num_levels))
-        self.queue.put_task(env_id, (level, self.plr is not None and self.plr.unseen[level]))
+        self.queue.put_task(env_id, (level, self.robust and self.plr.unseen[level]))
 
     def collect(self):
         """Takes in the episodes that finished, in the order of the environments, and deals a task for each."""
@@ -1147,14 +1065,10 @@ class Dealer:
         return {"charts/episodic_return": returns, "charts/episodic_length": lengths, "charts/episodes": self.episodes}
 
     def state_dict(self):
-        state = {"episodes": self.episodes, "finished": self.finished, "queue": self.queue.state_dict()}
-        return state | {"rng": self.rng.bit_generator.state, "plr": self.plr and self.plr.state_dict()}
+        return {"episodes": self.episodes, "finished": self.finished, "rng": self.rng.bit_generator.state}
 
     def load_state_dict(self, state):
         self.episodes, self.finished, self.rng.bit_generator.state = state["episodes"], state["finished"], state["rng"]
-        self.queue.load_state_dict(state["queue"])
-        if self.plr:
-            self.plr.load_state_dict(state["plr"])
 
 
 def train(args):
@@ -1167,20 +1081,26 @@ def train(args):
         torch.use_deterministic_algorithms(args.deterministic)
         device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cpu", getattr(torch.accelerator.current_accelerator(True), "type", None)):
-            raise RunError(f"--device {device}, but torch {torch.__version__} finds none: use --device cpu")
+            sys.exit(f"error: --device {device}, but torch {torch.__version__} finds none: use --device cpu")
         random = Randomness(args.seed, device)
         # End of copy
-        keep_freed_memory()
+        # region: memory
+        with suppress(OSError, AttributeError):  # glibc keeps freed activations, instead of faulting them in anew
+            for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-8, 1)):  # mmap threshold, trim threshold, arenas
+                ctypes.CDLL("libc.so.6").mallopt(option, value)
+        # endregion: memory
         obs_shape, num_actions = ProcgenLevels.OBS_SHAPE, ProcgenLevels.NUM_ACTIONS
         agent = Agent(obs_shape, num_actions, args.network).to(device, memory_format=torch.channels_last)
-        pieces = Pieces(agent, args.micro_batch_size, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
 
         T, N = args.num_steps, args.num_envs
+        size = args.micro_batch_size if device.type == "cpu" else T * N  # a GPU takes a minibatch in one piece
         queue = SyncQueue(N)
         dealer, scale_reward = Dealer(args, queue, random.curriculum), RewardScaler(N, args.reward_gamma)
         make_levels = partial(ProcgenLevels, args.env_id, distribution_mode=args.distribution_mode)
-        options = make_levels, obs_shape, queue, range(N), args.start_level
+        options = make_levels, {"obs": obs_shape}, queue, range(N), args.start_level
         envs = WorkerEnvs(*options, args.num_workers, run.check_signals) if args.num_workers else LevelEnvs(*options)
         run.enter_context(closing(envs))
 
@@ -1190,11 +1110,11 @@ def train(args):
         rewards, values = np.zeros((2, T, N), np.float32)
         (terminated, truncated), tasks = np.zeros((2, T, N), bool), np.zeros((T, N, 2), np.int64)
 
-        parts = {"random": random, "envs": envs, "dealer": dealer, "scale_reward": scale_reward}
+        parts = {"random": random, "envs": envs, "queue": queue, "dealer": dealer, "scale_reward": scale_reward}
+        parts |= {"plr": dealer.plr} if dealer.plr else {}
         first_update, global_step, row = run.restore(agent=agent, optimizer=optimizer, **parts)
         if args.eval_only:
-            rows = evaluate(agent, args, make_levels, args.final_eval_episodes, pieces.forward, run.check_signals)
-            means = log_evaluation(run, global_step, rows)
+            means = evaluate(run, global_step, agent, args, make_levels, args.final_eval_episodes)
             print(json.dumps(means))
             return means
         if not run.resumed:  # the first episode's level and the one after
@@ -1212,7 +1132,7 @@ def train(args):
             begun = time.perf_counter()
             for t in range(T):
                 obs[t] = next_obs
-                actions[t], logprobs[t], value, logits[t] = agent.act(next_obs, random.actions, pieces.forward)
+                actions[t], logprobs[t], value, logits[t] = agent.act(next_obs, random.actions)
                 values[t] = value.cpu().numpy()
                 raw, reward, terminated[t], truncated[t], info = envs.step(actions[t].cpu().numpy())
                 tasks[t] = info["task"]
@@ -1222,19 +1142,19 @@ def train(args):
             global_step += T * N
 
             # Advantages.
-            next_values = np.vstack([values[1:], agent.act(next_obs, forward=pieces.forward)[2].cpu().numpy()])
+            next_values = np.vstack([values[1:], agent.act(next_obs)[2].cpu().numpy()])
             advantages, returns = gae(rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda)
 
             # ---- PLR: this block is the method (with Dealer.deal and PrioritizedLevelReplay) ----
             if dealer.plr:
                 dealer.plr.update(tasks[..., 0], rewards, values, next_values, advantages, logits.cpu().numpy(),
                                   terminated, terminated | truncated, args.gamma)  # fmt: skip
-            learns = tasks[..., 1] == 0 if args.curriculum == "robust_plr" else np.ones((T, N), bool)
-            rows = np.flatnonzero(learns)  # robust PLR learns from replayed levels alone
+            rows = np.flatnonzero(tasks[..., 1] == 0)  # robust PLR learns from replayed levels alone
             # ---- end of the method ----
             collected = time.perf_counter()
 
             # Optimise. A minibatch is worked off in small pieces whose gradients add up to its own.
+            torch.set_num_threads(1)  # all the parallelism is in the pieces
             flat = {"obs": obs.flatten(0, 1), "actions": actions.flatten(), "old_logprob": logprobs.flatten()}
             for name, array in (("old_value", values), ("advantage", advantages), ("returns", returns)):
                 flat[name] = torch.as_tensor(array.reshape(-1), dtype=torch.float32).to(device)
@@ -1245,7 +1165,7 @@ def train(args):
             losses, epochs = [], [random.minibatches.permutation(rows) for _ in range(args.update_epochs)]
             minibatches = (part for epoch in epochs for part in np.array_split(epoch, args.num_minibatches))
             for minibatch in filter(len, minibatches):
-                loss = pieces.gradients(flat, minibatch, coefs)
+                loss = gradients(agent, pool, size, flat, minibatch, coefs)
                 grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 if not torch.isfinite(grad_norm):
                     require_finite(**flat, **loss, gradient=grad_norm)
@@ -1253,8 +1173,8 @@ def train(args):
                 losses.append({**loss, "grad_norm": grad_norm})
                 if args.target_kl is not None and loss["approx_kl"] > args.target_kl:
                     break
-            value = agent.act(next_obs, forward=pieces.forward)[2]  # before a checkpoint can hold them
-            require_finite(**dict(agent.named_parameters()), squared_value=value**2)
+            torch.set_num_threads(threads)  # faster on the small batches of a rollout
+            require_finite(**dict(agent.named_parameters()), squared_value=agent.act(next_obs)[2] ** 2)
 
             # Log and evaluate.
             last = update + 1 == args.num_updates
@@ -1262,21 +1182,18 @@ def train(args):
             row = {f"losses/{name}": torch.stack(column).mean().item() for name, column in columns.items()}
             row |= {f"curriculum/{name}": value for name, value in dealer.plr.metrics().items()} if dealer.plr else {}
             row |= {"losses/explained_variance": explained_variance(values, returns), "charts/update": update + 1,
-                    "losses/gradient_steps": len(losses), "curriculum/learning_share": learns.mean(),
+                    "losses/gradient_steps": len(losses), "curriculum/learning_share": len(rows) / (T * N),
                     "charts/learning_rate": optimizer.param_groups[0]["lr"], "perf/collect_s": collected - begun,
                     "perf/update_s": time.perf_counter() - collected}  # fmt: skip
             if last or (args.eval_interval and (update + 1) % args.eval_interval == 0):
                 episodes = args.final_eval_episodes if last else args.eval_episodes
                 begun = time.perf_counter()
-                rows = evaluate(agent, args, make_levels, episodes, pieces.forward, run.check_signals)
-                row |= log_evaluation(run, global_step, rows) | {"perf/eval_s": time.perf_counter() - begun}
+                row |= evaluate(run, global_step, agent, args, make_levels, episodes)
+                row["perf/eval_s"] = time.perf_counter() - begun
             if last or (update + 1) % args.log_interval == 0:
                 run.log(global_step, dealer.pop_episodes() | row)
 
-        # Copied from algos/ppo.py:region(finish)
-        run.checkpoint(args.num_updates, global_step, row, last=True)
-        return run.finish(global_step, row)
-        # End of copy
+        return run.finish(args.num_updates, global_step, row)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Proximal Policy Optimization (PPO) for any Gymnasium or envpool id: vectors, images, discrete or continuous actions.
+"""Proximal Policy Optimization (PPO) for any Gymnasium or envpool id: vectors, images, Dicts, any kind of actions.
 
 Paper: Schulman et al. 2017, arXiv:1707.06347; details after Huang et al. 2022, "The 37 Implementation Details of PPO".
-What ppo.py lacks: images, Box actions, running normalisation, a process per environment, envpool.
+What ppo.py lacks: images, alone or in a Dict, Box and MultiDiscrete actions, running normalisation, a process per
+environment, envpool.
 
   Train:     python algos/ppo_vector.py --env-id CartPole-v1 --vectorization envpool --total-timesteps 100000
   MuJoCo:    python algos/ppo_vector.py --env-id Hopper-v4 --total-timesteps 1000000 --num-envs 1 --num-steps 2048
@@ -19,6 +20,7 @@ import ctypes
 import difflib
 import fcntl
 import hashlib
+import importlib
 import io
 import json
 import math
@@ -151,14 +153,6 @@ def check_args(args):
 # ---- 2. Environments -------------------------------------------------------------------------------------------------
 
 
-# Copied from algos/ppo.py:RunError
-class RunError(SystemExit):
-    """Ends the program with one line on stderr and exit code 1."""
-
-    def __init__(self, message):
-        super().__init__(f"error: {message}")
-
-
 class Episodes(gym.Wrapper):
     """Names itself and its episode in errors; plays an episode again, which brings its state back after a resume."""
 
@@ -167,20 +161,26 @@ class Episodes(gym.Wrapper):
         self.index = index
 
     def attempt(self, method, *args, **options):
+        """What reset or step returns, checked before gymnasium's vector environments stumble over it."""
         try:
-            return method(*args, **options)
+            obs, *rest = getattr(self.env, method)(*args, **options)
+            if np.shape(obs) != self.observation_space.shape:
+                raise ValueError(f"observation {np.shape(obs)}, by its space {self.observation_space.shape}")
+            if method == "step":
+                reward, terminated, truncated, info = rest
+                rest = np.asarray(reward).item(), terminated, truncated, info  # some give an array of one number
+            return obs, *rest
         except Exception as error:
             where = f"environment {self.index}, step {self.steps} of the episode with seed {self.seed}"
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
 
     def reset(self, *, seed=None, options=None):
         self.seed, self.steps = seed, 0
-        return self.attempt(self.env.reset, seed=seed, options=options or None)
+        return self.attempt("reset", seed=seed, options=options or None)
 
     def step(self, action):
         self.steps += 1
-        obs, reward, *rest = self.attempt(self.env.step, action)
-        return obs, self.attempt(np.asarray(reward).item), *rest  # some give an array of one number
+        return self.attempt("step", action)
 
     def replay(self, episodes):
         """(seed, actions, last observation) of each environment's episode -> that observation and seed; where the
@@ -195,16 +195,39 @@ class Episodes(gym.Wrapper):
         return obs, seed
 
 
+class FlattenDict(gym.ObservationWrapper):
+    """A Dict observation as one vector: first the picture that it holds under `name`, then all else."""
+
+    def __init__(self, env, name):
+        super().__init__(env)
+        image, self.name = env.observation_space[name], name
+        self.scale = 255 if image.dtype == np.uint8 else 1
+        self.others = gym.spaces.Dict({key: space for key, space in env.observation_space.items() if key != name})
+        size = math.prod(image.shape) + gym.spaces.flatdim(self.others)
+        self.observation_space = gym.spaces.Box(-math.inf, math.inf, (size,), np.float32)
+        self.observation_space.image_shape = image.shape
+
+    def observation(self, obs):
+        others = gym.spaces.flatten(self.others, {key: obs[key] for key in self.others})
+        return np.concatenate([np.float32(obs[self.name]).ravel() / self.scale, others], dtype=np.float32)
+
+
 def make_env(env_id, index=0, video_folder=None):
     """One Gymnasium environment with a Box observation; with a folder, environment 0 films its first episode."""
     env = gym.make(env_id, render_mode="rgb_array" if video_folder else None)
     if video_folder and index == 0:
         env = gym.wrappers.RecordVideo(env, str(video_folder), episode_trigger=lambda n: n == 0)
-    if not (isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.shape):
+    spaces = dict(env.observation_space) if isinstance(env.observation_space, gym.spaces.Dict) else {}
+    if hasattr(spaces.get("mission"), "mission_func"):  # MiniGrid's text: the numbers of its words
+        env = importlib.import_module("minigrid.wrappers").DictObservationSpaceWrapper(env)
+    pictures = [name for name, space in spaces.items() if len(space.shape or ()) == 3 and min(space.shape[:2]) >= 36]
+    if len(pictures) == 1:
+        env = FlattenDict(env, *pictures)
+    elif not (isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.shape):
         try:
             env = gym.wrappers.FlattenObservation(env)
-        except NotImplementedError as error:  # MiniGrid's mission, for one
-            raise RunError(f"observations {env.observation_space}: this script takes numbers and images") from error
+        except NotImplementedError:  # a graph or a sequence, for one
+            sys.exit(f"error: observations {env.observation_space}: this script takes numbers and images")
     return Episodes(env, index)
 
 
@@ -221,7 +244,7 @@ def make_envs(env_id, vectorization, seeds, video_folder=None, check=lambda: Non
 
 
 class WorkerPipe:
-    """This process's end of the pipe to one environment's: a RunError names what died or does not answer."""
+    """This process's end of the pipe to one environment's: a SystemExit names what died or does not answer."""
 
     TIMEOUT_S = 60  # for a step; ten times that to start, or to play an unfinished episode again
 
@@ -238,12 +261,12 @@ class WorkerPipe:
     def recv(self):
         # Counted so, a Ctrl-Z that stops all is no time-out.
         if not any(self.pipe.poll(1) or self.check() for _ in range(self.limit)):
-            raise RunError(f"{self.name} gave no answer for {self.limit} s")
+            sys.exit(f"error: {self.name} gave no answer for {self.limit} s")
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
             self.process.join(2)
-            raise RunError(f"{self.name} died with exit code {self.process.exitcode}") from None
+            sys.exit(f"error: {self.name} died with exit code {self.process.exitcode}")
 
 
 def env_process(parent, *args):
@@ -257,7 +280,7 @@ def env_process(parent, *args):
 
 
 class AsyncEnvs(gym.vector.AsyncVectorEnv):
-    """A process per environment. Each wait for one ends, by a RunError at the latest, and so does `close`."""
+    """A process per environment. Each wait for one ends, by a SystemExit at the latest, and so does `close`."""
 
     def __init__(self, makers, check=lambda: None, **options):
         self.processes, self.check = [], check
@@ -293,11 +316,17 @@ class VectorEnvs:
         self.is_envpool = not isinstance(envs, (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
         obs_space = getattr(envs, "single_observation_space", envs.observation_space)
         self.obs_shape, self.obs_dtype = obs_space.shape, np.uint8 if obs_space.dtype == np.uint8 else np.float32
+        self.image_shape = getattr(obs_space, "image_shape", None)  # of the picture in a Dict
         self.action_space = getattr(envs, "single_action_space", envs.action_space)
         self.continuous = isinstance(self.action_space, gym.spaces.Box)
-        if not self.continuous and not isinstance(self.action_space, gym.spaces.Discrete):
-            raise RunError(f"actions {self.action_space}: this script takes Discrete or Box")
-        self.num_actions = math.prod(self.action_space.shape) if self.continuous else int(self.action_space.n)
+        if isinstance(self.action_space, gym.spaces.MultiDiscrete):
+            self.num_actions = self.action_space.nvec.ravel().tolist()
+        elif self.continuous or isinstance(self.action_space, gym.spaces.Discrete):
+            self.num_actions = math.prod(self.action_space.shape) if self.continuous else int(self.action_space.n)
+        else:
+            sys.exit(f"error: actions {self.action_space}: this script takes Discrete, MultiDiscrete or Box")
+        one = isinstance(self.action_space, gym.spaces.Discrete)
+        self.action_shape = () if one else (math.prod(self.action_space.shape),)
         self.obs = np.zeros((self.num_envs, *self.obs_shape), self.obs_dtype)
         self.rngs = [np.random.default_rng(seed) for seed in seeds]
         self.seeds, self.actions = [0] * self.num_envs, [[] for _ in seeds]  # of the unfinished episodes
@@ -320,23 +349,21 @@ class VectorEnvs:
         return self.checked(obs, np.zeros(self.num_envs))
 
     def checked(self, obs, reward):
-        """obs, copied (packages reuse their arrays); RunError if a number of an environment is not finite."""
-        bad = ~np.isfinite(reward)
+        """obs, copied (packages reuse their arrays); SystemExit if a number of an environment is not finite."""
+        bad = ~(abs(reward) <= np.finfo(np.float32).max)
         if self.obs_dtype == np.float32:
             bad |= ~np.isfinite(obs.reshape(self.num_envs, -1)).all(1)
         if bad.any():
-            i = bad.argmax()
-            found = f"reward {reward[i]}, observation {obs[i]}"
-            raise RunError(f"environment {i} gave a reward or an observation that is not finite: {found}")
+            where = f"environment {(i := bad.argmax())}"
+            if not self.is_envpool:
+                where += f", step {sum(map(len, self.actions[i]))} of the episode with seed {self.seeds[i]}"
+            sys.exit(" ".join(f"error: {where}: reward {reward[i]}, observation {obs[i]}: no finite float32".split()))
         self.obs = obs.astype(self.obs_dtype)
         return self.obs
 
     def step(self, actions):
-        if self.continuous:
-            space = self.action_space
-            actions = np.clip(actions.reshape(-1, *space.shape), space.low, space.high)
-        else:
-            actions = actions + getattr(self.action_space, "start", 0)
+        space, actions = self.action_space, actions.reshape(-1, *self.action_space.shape)
+        actions = np.clip(actions, space.low, space.high) if self.continuous else actions + getattr(space, "start", 0)
         obs, reward, terminated, truncated, _ = self.envs.step(actions)
         for i, taken in enumerate(self.actions if not self.is_envpool else ()):
             taken.append(actions[i : i + 1])
@@ -441,36 +468,74 @@ def layer_init(layer, std=math.sqrt(2)):
     return layer
 
 
+class MultiCategorical:
+    """Independent choices, action k out of sizes[k]: logits (B, sum(sizes)), actions (B, len(sizes))."""
+
+    def __init__(self, logits, sizes):
+        parts = logits.split(sizes, 1)
+        self.parts = [torch.distributions.Categorical(logits=part, validate_args=False) for part in parts]
+
+    @property
+    def mode(self):
+        return torch.stack([part.mode for part in self.parts], 1)
+
+    def log_prob(self, actions):
+        return sum(part.log_prob(action) for part, action in zip(self.parts, actions.unbind(1), strict=True))
+
+    def entropy(self):
+        return sum(part.entropy() for part in self.parts)
+
+
+class PictureAndNumbers(nn.Module):
+    """The features of the picture at the front of a flat observation (B, D), and the numbers behind it."""
+
+    def __init__(self, convs, shape, channels_last):
+        super().__init__()
+        self.convs, self.shape, self.channels_last = convs, shape, channels_last
+
+    def forward(self, obs):
+        image, numbers = obs.tensor_split([math.prod(self.shape)], 1)
+        image = image.unflatten(1, self.shape)
+        return torch.cat([self.convs(image.permute(0, 3, 1, 2) if self.channels_last else image), numbers], 1)
+
+
 class Agent(nn.Module):
     """Separate policy and value networks: tanh MLPs on vectors, NatureCNNs on images (HWC or CHW).
 
-    forward(obs (B, *obs_shape)) -> logits or action means (B, num_actions), values (B,). `num_actions` is the number of
-    action dimensions if `continuous`; the deviation is then a parameter that does not depend on the state.
+    forward(obs (B, *obs_shape)) -> logits or action means (B, num_actions), values (B,). `num_actions` is a list for
+    several choices at once, and the number of action dimensions if `continuous`; the deviation is then a parameter that
+    does not depend on the state. A vector with `image_shape` begins with a picture of that shape.
     """
 
-    def __init__(self, obs_shape, num_actions, continuous=False):
+    def __init__(self, obs_shape, num_actions, continuous=False, image_shape=None):
         super().__init__()
-        self.continuous, self.channels_last = continuous, len(obs_shape) == 3 and obs_shape[-1] < obs_shape[0]
-        self.policy = self.network(obs_shape, num_actions, std=0.01)
-        self.value = self.network(obs_shape, 1, std=1.0)
+        shape, outputs = image_shape or obs_shape, int(np.sum(num_actions))
+        self.sizes, self.continuous = num_actions if isinstance(num_actions, list) else None, continuous
+        self.channels_last = len(shape) == 3 and shape[-1] < shape[0]
+        self.policy = self.network(obs_shape, outputs, 0.01, image_shape)
+        self.value = self.network(obs_shape, 1, 1.0, image_shape)
         self.log_std = nn.Parameter(torch.zeros(num_actions)) if continuous else None
 
-    def network(self, obs_shape, outputs, std):
-        if len(obs_shape) != 3:
-            size = math.prod(obs_shape)
+    def network(self, obs_shape, outputs, std, image_shape):
+        shape = image_shape or obs_shape
+        if len(shape) != 3:
+            size = math.prod(shape)
             hidden = layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()
             return nn.Sequential(nn.Flatten(), *hidden, layer_init(nn.Linear(64, outputs), std))
-        height, width, channels = obs_shape if self.channels_last else (*obs_shape[1:], obs_shape[0])
+        height, width, channels = shape if self.channels_last else (*shape[1:], shape[0])
         if min(height, width) < 36:
-            raise RunError(f"observations {obs_shape}: the network takes images of 36 x 36 or more")
+            sys.exit(f"error: observations {shape}: the network takes images of 36 x 36 or more")
         convs = nn.Sequential(layer_init(nn.Conv2d(channels, 32, 8, 4)), nn.ReLU(), layer_init(nn.Conv2d(32, 64, 4, 2)),
                               nn.ReLU(), layer_init(nn.Conv2d(64, 64, 3, 1)), nn.ReLU(), nn.Flatten())  # fmt: skip
         size = convs(torch.zeros(1, channels, height, width)).shape[1]
+        if image_shape:
+            convs = PictureAndNumbers(convs, image_shape, self.channels_last)
+            size += obs_shape[0] - math.prod(image_shape)
         hidden = layer_init(nn.Linear(size, 512)), nn.ReLU()
         return nn.Sequential(convs, *hidden, layer_init(nn.Linear(512, outputs), std))
 
     def forward(self, obs):
-        obs = obs.permute(0, 3, 1, 2) if self.channels_last else obs
+        obs = obs.permute(0, 3, 1, 2) if self.channels_last and obs.dim() == 4 else obs
         obs = obs / 255 if obs.dtype == torch.uint8 else obs
         return self.policy(obs), self.value(obs).squeeze(-1)
 
@@ -478,6 +543,8 @@ class Agent(nn.Module):
         if self.continuous:
             normal = torch.distributions.Normal(out, self.log_std.exp().expand_as(out), validate_args=False)
             return torch.distributions.Independent(normal, 1, validate_args=False)
+        if self.sizes:
+            return MultiCategorical(out, self.sizes)
         return torch.distributions.Categorical(logits=out, validate_args=False)
 
     @torch.no_grad()
@@ -491,6 +558,9 @@ class Agent(nn.Module):
         elif self.continuous:
             noise = torch.randn(out.shape, generator=generator, device=out.device)
             action = out + self.log_std.exp() * noise
+        elif self.sizes:
+            parts = (torch.multinomial(part.softmax(-1), 1, generator=generator) for part in out.split(self.sizes, 1))
+            action = torch.cat(list(parts), 1)
         else:
             action = torch.multinomial(out.softmax(-1), 1, generator=generator).squeeze(1)
         return action, distribution.log_prob(action), value
@@ -569,19 +639,17 @@ def pack(state):
         return {key: pack(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return [pack(value) for value in state]
-    if isinstance(state, np.ndarray):
-        return torch.from_numpy(state.copy())
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
+    if isinstance(state, (np.ndarray, torch.Tensor)):
+        return torch.as_tensor(state).detach().to("cpu", copy=True)
     return state.item() if isinstance(state, np.generic) else state
 
 
 # Copied from algos/ppo.py:require_finite
 def require_finite(**tensors):
-    """RunError that names the first tensor with a value that is not finite."""
+    """SystemExit that names the first tensor with a value that is not finite."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise RunError(f"{name} is not finite. The last good checkpoint is kept; try a lower --learning-rate")
+            sys.exit(f"error: {name} is not finite. The last good checkpoint is kept; lower --learning-rate or rewards")
 
 
 # Copied from algos/ppo.py:RunLogger
@@ -619,7 +687,7 @@ class RunLogger(ExitStack):
         try:
             self.result = json.loads(result.read_text()) if result.exists() else None
         except ValueError as error:
-            raise RunError(f"{result} is damaged: {error}. Remove it: the same command then makes it anew") from error
+            sys.exit(f"error: {result} is damaged: {error}. Remove it: the same command then makes it anew")
         if self.result is not None and not args.eval_only:
             return
         try:
@@ -630,9 +698,9 @@ class RunLogger(ExitStack):
             self.lock.truncate(0)
             os.write(self.lock.fileno(), f"pid {os.getpid()} on {self.host}".encode())
         except BlockingIOError:
-            raise RunError(f"{self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir") from None
+            sys.exit(f"error: {self.dir} is in use by {self.lock.read()}: wait, or choose another --run-dir")
         except OSError as error:
-            raise RunError(f"cannot write {self.dir}/lock: {error}. Choose another --run-dir") from error
+            sys.exit(f"error: cannot write {self.dir}/lock: {error}. Choose another --run-dir")
         git = {"cwd": script.resolve().parent, "capture_output": True, "text": True}
         self.info = {
             "args": values, "argv": sys.argv, "script_sha256": hashlib.sha256(code).hexdigest(), "host": self.host,
@@ -656,7 +724,7 @@ class RunLogger(ExitStack):
     def __exit__(self, kind, error, traceback):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         stopped = kind is SystemExit and error.code in (75, 130)
-        super().__exit__(kind, error, traceback)
+        super().__exit__(*([None] * 3 if stopped else [kind, error, traceback]))  # wandb prints what it is given
         if stopped and self.state is not None:
             self.save()
             print(f"{signal.Signals(self.signals[0]).name}: the same command goes on from {self.dir}", file=sys.stderr)
@@ -664,9 +732,9 @@ class RunLogger(ExitStack):
         for number, handler in () if stopped else self.handlers.items():  # a second signal does not cut an exit short
             signal.signal(number, handler)
         if isinstance(error, (OSError, ImportError, MemoryError)) or re.search("(allocate|out of) memory", str(error)):
-            raise RunError(f"{type(error).__name__}: {error}") from error
-        if kind is SystemExit and not error.code:
-            raise RunError("the program was ended before its result (by sys.exit in an environment?)") from error
+            sys.exit(f"error: {type(error).__name__}: {error}")
+        if kind is SystemExit and not stopped and not isinstance(error.code, str):
+            sys.exit("error: the program was ended before its result (by sys.exit in an environment?)")
 
     def write(self, name, data, append=False):
         """Appends to a file of the run, or replaces it when the new one is safely on disk."""
@@ -681,7 +749,7 @@ class RunLogger(ExitStack):
             written.replace(path)
         except OSError as error:
             (self.dir / "half.tmp").unlink(missing_ok=True)
-            raise RunError(f"cannot write {path}: {error}. What was there before is intact") from error
+            sys.exit(f"error: cannot write {path}: {error}. What was there before is intact")
 
     def restore(self, **parts):
         """Loads the newest readable checkpoint into `parts`, whose states checkpoints hold from now on -> its update,
@@ -696,9 +764,9 @@ class RunLogger(ExitStack):
             except Exception as error:  # a damaged file can raise anything
                 print(f"warning: {path} cannot be read ({type(error).__name__})", file=sys.stderr)
         if state is new and (paths or self.args.resume == "must" or self.args.eval_only):
-            raise RunError(f"{self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
+            sys.exit(f"error: {self.dir} holds no checkpoint to go on from: remove it, or train with --resume auto")
         if state is not new and self.args.resume == "never":
-            raise RunError(f"--resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
+            sys.exit(f"error: --resume never, but {self.dir} holds a run: remove it or choose another --run-dir")
         for name in parts if state is not new else ():
             parts[name].load_state_dict(state[name])
         for path in filter(Path.exists, (self.dir / name for name in self.LOGS if not self.args.eval_only)):
@@ -713,7 +781,7 @@ class RunLogger(ExitStack):
                                         id=self.token, resume="allow", config=self.info, name=str(self.dir),
                                         dir=self.dir)  # fmt: skip
             except Exception as error:  # its own kinds are many
-                raise RunError(f"--track: {' '.join(str(error).split())}") from error
+                sys.exit(f"error: --track: {' '.join(str(error).split())}")
             self.enter_context(self.wandb).define_metric("*", step_metric="global_step")
         auto = "none" if sys.stderr is None else "bar" if sys.stderr.isatty() else "log"  # None: it was closed
         mode = self.args.progress.replace("auto", auto)
@@ -774,8 +842,9 @@ class RunLogger(ExitStack):
         return {f"{prefix}/return_mean": np.mean(returns), f"{prefix}/return_std": np.std(returns),
                 f"{prefix}/length_mean": np.mean(lengths)}  # fmt: skip
 
-    def finish(self, step, row):
-        """result.json, written last: its presence means that the run is complete."""
+    def finish(self, update, step, row):
+        """The last checkpoint, then result.json: its presence means that the run is complete."""
+        self.checkpoint(update, step, row, last=True)
         evals = {key: value for key, value in row.items() if key.startswith("eval")}
         result = {"global_step": step, "wall_s": time.monotonic() - self.begun} | evals
         self.write("result.json", json.dumps(result, indent=1))
@@ -818,13 +887,13 @@ def train(args):
         torch.use_deterministic_algorithms(args.deterministic)
         device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cpu", getattr(torch.accelerator.current_accelerator(True), "type", None)):
-            raise RunError(f"--device {device}, but torch {torch.__version__} finds none: use --device cpu")
+            sys.exit(f"error: --device {device}, but torch {torch.__version__} finds none: use --device cpu")
         random = Randomness(args.seed, device)
         # End of copy
         seeds = random.envs.spawn(args.num_envs)
         envs = make_envs(args.env_id, args.vectorization, seeds, check=run.check_signals)
         run.enter_context(closing(envs))
-        agent = Agent(envs.obs_shape, envs.num_actions, envs.continuous).to(device)
+        agent = Agent(envs.obs_shape, envs.num_actions, envs.continuous, envs.image_shape).to(device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
         stats = EpisodeStats(args.num_envs)
         obs_norm = RunningMeanStd(shape=envs.obs_shape) if args.norm_obs else None
@@ -832,7 +901,8 @@ def train(args):
 
         T, N = args.num_steps, args.num_envs
         obs = torch.zeros((T, *envs.obs.shape), dtype=torch.float32 if obs_norm else torch.as_tensor(envs.obs).dtype)
-        actions = torch.zeros((T, N, envs.num_actions)) if envs.continuous else torch.zeros((T, N), dtype=torch.int64)
+        dtype = torch.float32 if envs.continuous else torch.int64
+        actions = torch.zeros((T, N, *envs.action_shape), dtype=dtype)
         obs, actions, logprobs = obs.to(device), actions.to(device), torch.zeros((T, N), device=device)
         rewards, values, cut_values = (np.zeros((T, N), np.float32) for _ in range(3))
         terminated, truncated = (np.zeros((T, N), bool) for _ in range(2))
@@ -929,10 +999,7 @@ def train(args):
             if last or (update + 1) % args.log_interval == 0:
                 run.log(global_step, stats.pop() | row)
 
-        # Copied from algos/ppo.py:region(finish)
-        run.checkpoint(args.num_updates, global_step, row, last=True)
-        return run.finish(global_step, row)
-        # End of copy
+        return run.finish(args.num_updates, global_step, row)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@
     scripts/run benchmark/run.py run cartpole --workers 2            # again after any end: goes on
     scripts/run benchmark/run.py status cartpole
     scripts/run --extra benchmark benchmark/run.py report cartpole   # collects, and writes report.md and report.html
+    scripts/run --extra benchmark benchmark/run.py claims what_matters_claims   # its verdicts, so far
     scripts/run --extra benchmark benchmark/run.py publish cartpole  # copies that to benchmark/results/cartpole
+    scripts/run --extra benchmark benchmark/run.py tables --write    # the READMEs' tables, from benchmark/results
 
 Everything is below --results: ledger, logs, runs, tables, report; benchmark/results holds what is published alone. Any
 number of runners, on any machines that share that folder, may work on one suite at the same time. Exit code: 0 all
@@ -194,6 +196,20 @@ class Report(Collect):
 
 
 @dataclass
+class Claims(Common):
+    """Collects, then prints the verdicts on the suite's [[claims]]."""
+
+    def main(self):
+        if not self.plan.claims:
+            raise SystemExit(f"error: {self.plan.name} has no [[claims]]")
+        report, choices = extra("report"), extra("choices")
+        extra("collect").collect(self.plan, self.results)
+        study = report.Study(self.plan, self.folder, self.plan.metric, self.plan.direction)
+        print(report.pages.markdown(choices.verdicts(choices.judge(study), report.number)))
+        return 0
+
+
+@dataclass
 class Publish(Common):
     """Copies the suite's report to benchmark/results. Refused if fewer runs count than in the one that stands there."""
 
@@ -216,6 +232,26 @@ class Remake:
 
     def main(self):
         print(extra("publish").remake(self.suite, self.published) / "report.md")
+        return 0
+
+
+@dataclass
+class Tables:
+    """Prints the tables of the READMEs, made from what is published; --write puts them there."""
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME ...]")] = ()  # default: all
+    write: bool = False  # into README.md, algos/, benchmark/ and curricula/README.md
+    published: Path = suite.PUBLISHED
+
+    def main(self):
+        tables = extra("tables")
+        made = tables.tables(self.published)
+        if strange := [name for name in self.names if name not in made]:
+            raise SystemExit(f"error: there is no table {strange[0]}, only {', '.join(made)}")
+        if self.write:
+            print(f"changed: {', '.join(tables.write(made)) or 'none'}")
+        for name in () if self.write else self.names or made:
+            print(f"{name}\n\n{made[name]}")
         return 0
 
 
@@ -273,7 +309,7 @@ def set_aside(folder, runs):
 
 
 if __name__ == "__main__":
-    Command = Plan | Run | Status | Worker | Collect | Report | Publish | Remake
+    Command = Plan | Run | Status | Worker | Collect | Report | Claims | Publish | Remake | Tables
     sys.stdout.reconfigure(errors="replace")  # what a script said may not be of the terminal's alphabet
     try:
         sys.exit(tyro.cli(Annotated[Command, tyro.conf.OmitSubcommandPrefixes], description=__doc__).main())

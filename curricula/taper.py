@@ -8,6 +8,7 @@ product. Where the patent's formulas are lost, the reading taken stands beside t
 import heapq
 import math
 import os
+import re
 import shutil
 import sys
 from contextlib import suppress
@@ -42,8 +43,7 @@ def ramp(progress, start, end, share):
 # Copied from algos/impala_popart.py:available_memory
 def available_memory():
     """Bytes that this process may still take, by what the machine has free and by the limit of its control group."""
-    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(rows["MemAvailable"].split()[0]) * 1024
+    free = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
     with suppress(OSError, ValueError):  # no such group; its limit is the word max
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         free = min(free, limit - used)

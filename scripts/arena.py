@@ -58,9 +58,15 @@ def run_args(run):
         fail(f"{run}/config.json is damaged ({error!r}): the command of the run writes it anew")
 
 
-def load_agent(run):
-    """The arguments, the module, the agent and the newest checkpoint's state of a run. Before it runs the code that it
-    finds there it says so."""
+def shape_of(module, game):
+    """What a network has to know of a game: the shape of its observations and the number of its actions."""
+    games = module.make_games(game, 1)
+    return games.obs_shape, games.num_actions
+
+
+def load_program(run):
+    """The arguments of a run, the module of its program and its newest checkpoint's state. Before it runs the code that
+    it finds there it says so."""
     args, checkpoints = run_args(run), sorted((run / "checkpoints").glob("*.pt"))
     if not checkpoints:
         fail(f"{run} has no checkpoint yet: train on")
@@ -76,13 +82,20 @@ def load_agent(run):
     spec = importlib.util.spec_from_file_location(f"code_of_{run.name}", run / "code.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return args, module, state
+
+
+def load_agent(run):
+    """What `load_program` gives, and the agent with the newest weights: arguments, module, agent, state."""
+    args, module, state = load_program(run)
     if not hasattr(module, "as_policies"):
         fail(f"{run} holds no agent that plays games: give a run of algos/appo_pfsp.py or appo_pfsp_openspiel.py")
-    agent = module.Agent(*module.game_spec(args.env_id), args)
+    agent = module.Agent(*shape_of(module, args.env_id), args)
     try:
         agent.load_state_dict(state["agent"])
     except (KeyError, RuntimeError):
-        fail(f"{checkpoints[-1]} is not of this run's game and network: remove it, and the one before plays")
+        newest = max((run / "checkpoints").glob("*.pt"))
+        fail(f"{newest} is not of this run's game and network: remove it, and the one before plays")
     return args, module, agent, state
 
 
@@ -339,7 +352,7 @@ def plot_payoff(payoff, labels, path):
 
 def chosen(ids, count):
     """`count` of the ids at most: the first, the last, and evenly between."""
-    return [ids[i] for i in np.unique(np.linspace(0, len(ids) - 1, count).round().astype(int))] if count else []
+    return [ids[i] for i in np.unique(np.linspace(0, len(ids) - 1, count).round().astype(int))] if ids and count else []
 
 
 def name_runs(runs):
@@ -356,7 +369,7 @@ def main(args):
     if len({run.resolve() for run in args.runs}) < len(args.runs):
         fail("a run is given twice")
     loaded = [load_agent(run) for run in args.runs]
-    games = {(a.env_id, *module.game_spec(a.env_id)) for a, module, *_ in loaded}
+    games = {(a.env_id, *shape_of(module, a.env_id)) for a, module, *_ in loaded}
     if len(games) > 1:
         fail(f"the runs are not of one game, shown in one way: {', '.join(sorted(map(str, games)))}")
     game, module = loaded[0][0].env_id, loaded[0][1]
@@ -370,8 +383,8 @@ def main(args):
         entrants |= zip(some, code.as_policies(some.values(), settings, args.greedy))
         if args.nash_conv:
             newest, *rest = code.as_policies([code.flat_weights(agent), *league.values()], settings)
-            figures = nash_conv(game, code, [newest]), nash_conv(game, code, rest)
-            print(f"{label}: NashConv {figures[0]:.4f}, of its league's average {figures[1]:.4f}")
+            average = f", of its league's average {nash_conv(game, code, rest):.4f}" if rest else ""
+            print(f"{label}: NashConv {nash_conv(game, code, [newest]):.4f}{average}")
     payoff, first = round_robin([*entrants.values()], module, game, args.games, args.seed)
     ratings, labels = elo(payoff, args.games), [*entrants]
     show(labels, payoff, first, ratings, len(args.engines))

@@ -24,16 +24,18 @@ is_fresh() {
   [[ -x $python && -f $root/.venv/.stamp && $(<"$root/.venv/.stamp") == "$digest" ]]
 }
 
+fits='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
+
 find_python() {
   local candidate
   while read -r candidate; do
-    if "$candidate" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+    if "$candidate" -c "import ensurepip, venv; $fits" 2>/dev/null; then
       echo "$candidate"
       return
     fi
-  done < <(type -aP python3.11 python3 python)
+  done < <(type -aP python3.11 python3.12 python3.13 python3 python)
   die "Python 3.11 with its venv module is needed, and PATH has $(python3 --version 2>/dev/null || echo none):" \
-    "install it (Debian: apt-get install python3.11-venv) and run the same command again"
+    "install it (Debian: apt-get install python3.11-venv; 3.12 and 3.13 do, too) and run the same command again"
 }
 
 pip_install() { "$python" -m pip install -qq --disable-pip-version-check --no-warn-conflicts "$@"; }
@@ -42,7 +44,7 @@ install() {
   local base torch file files=()
   for file in "${sets[@]}"; do files+=("-r$root/$file"); done
   rm -f "$root/.venv/.stamp" # so that an interrupted installation is never taken for a finished one
-  if ! "$python" -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+  if ! "$python" -c "import pip; $fits" 2>/dev/null; then
     base=$(find_python)
     say "making .venv with $base"
     rm -rf "$root"/.venv/* # all but the dot files: the lock is held
@@ -53,8 +55,12 @@ install() {
   pip_install "$torch" # by itself and first, so that pip's configuration alone chooses its build
   say "2/3 ${sets[*]} (some minutes and 3 GB the first time)"
   pip_install "${files[@]}"
-  say "3/3 scripts/requirements-nodeps.txt"
-  pip_install --no-deps -r "$root/scripts/requirements-nodeps.txt"
+  if "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 13))'; then
+    say "3/3 scripts/requirements-nodeps.txt"
+    pip_install --no-deps -r "$root/scripts/requirements-nodeps.txt"
+  else
+    say "3/3 left out: Procgen has no wheel for Python 3.13; its scripts (ppo_plr.py, impala_popart_procgen.py) need 3.11"
+  fi
   echo "$extras" >"$root/.venv/.extras"
   echo "$digest" >"$root/.venv/.stamp"
   say "done"

@@ -43,8 +43,41 @@ class TinyImage(ChainEnv):
     observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
 
 
-class ManyActions(ChainEnv):
-    action_space = gym.spaces.MultiDiscrete([2, 3])
+class NoNumbers(ChainEnv):
+    """Its observation is of a kind that gymnasium cannot flatten."""
+
+    observation_space = gym.spaces.Dict(state=gym.spaces.Space())
+
+
+class BinaryActions(ChainEnv):
+    action_space = gym.spaces.MultiBinary(2)
+
+
+class ManyActions(gym.Env):
+    """A step an episode. A picture in one grey, a number and a choice among 3 say which of the three parts of the
+    action pay a third each."""
+
+    action_space = gym.spaces.MultiDiscrete([2, 2, 3], start=[5, 0, 0])
+    observation_space = gym.spaces.Dict(
+        image=gym.spaces.Box(0, 255, (36, 36, 1), np.uint8),
+        number=gym.spaces.Box(-1, 1, (1,), np.float32),
+        choice=gym.spaces.Discrete(3),
+    )
+
+    def __init__(self, render_mode=None):
+        self.answer = np.zeros(3, int)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.answer = self.np_random.integers([2, 2, 3])
+        grey, number, choice = self.answer
+        image = np.full((36, 36, 1), 200 * grey, np.uint8)
+        return {"image": image, "number": np.float32([2 * number - 1]), "choice": choice}, {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), f"action {action} is not in {self.action_space}"
+        reward = np.mean(action - self.action_space.start == self.answer)
+        return self.reset()[0], reward, True, False, {}
 
 
 class HardStart(ChainEnv):
@@ -173,8 +206,41 @@ class ScalarObs(ChainEnv):
         return obs[0], *rest
 
 
+class WrongShape(ChainEnv):
+    """Its second observation has one number, its space four."""
+
+    observation_space = gym.spaces.Box(0, 9, (4,), np.float32)
+
+    def reset(self, **options):
+        return np.repeat(super().reset(**options)[0], 4), {}
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return obs if self.state == 2 else np.repeat(obs, 4), *rest
+
+
+class Picture(ChainEnv):
+    """The state as a picture of one colour."""
+
+    def __init__(self, shape, dtype, render_mode=None):
+        super().__init__(render_mode=render_mode)
+        self.observation_space = gym.spaces.Box(0, 255 if dtype == np.uint8 else 1, shape, dtype)
+
+    def paint(self, obs):
+        high = self.observation_space.high.flat[0]
+        return np.full(self.observation_space.shape, obs[0] * high / 4, self.observation_space.dtype)
+
+    def reset(self, **options):
+        obs, info = super().reset(**options)
+        return self.paint(obs), info
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return self.paint(obs), *rest
+
+
 class HardReset(ChainEnv):
-    """The third reset raises (fault "raise") or ends the program with `code` 0 (fault "exit")."""
+    """The third reset raises (fault "raise") or ends the program with the code 0 (fault "exit") or 3 ("exit3")."""
 
     def __init__(self, fault, render_mode=None):
         super().__init__()
@@ -183,8 +249,8 @@ class HardReset(ChainEnv):
     def reset(self, **options):
         self.resets += 1
         if self.resets == 3:
-            if self.fault == "exit":
-                sys.exit(0)
+            if self.fault.startswith("exit"):
+                sys.exit(int(self.fault[4:] or 0))
             raise ValueError("boom-44")
         return super().reset(**options)
 
@@ -214,13 +280,18 @@ gym.register("SlowCartPole-v0", "probe_envs:SlowCartPole", max_episode_steps=500
 for _name in ("Recall-v0", "OtherRecall-v0"):
     gym.register(_name, "probe_envs:RecallEnv")
 gym.register("TinyImage-v0", "probe_envs:TinyImage")
+gym.register("NoNumbers-v0", "probe_envs:NoNumbers")
+gym.register("BinaryActions-v0", "probe_envs:BinaryActions")
 gym.register("ManyActions-v0", "probe_envs:ManyActions")
 gym.register("OddRewards-v0", "probe_envs:OddRewards")
-for _name in ("OldStep", "NoReward", "ScalarObs"):
+gym.register("HugeReward-v0", "probe_envs:ChainEnv", kwargs={"reward": lambda s: 1e39})
+gym.register("SmallPicture-v0", "probe_envs:Picture", kwargs={"shape": (7, 7, 3), "dtype": np.uint8})
+gym.register("FloatPicture-v0", "probe_envs:Picture", kwargs={"shape": (40, 40, 3), "dtype": np.float32})
+for _name in ("OldStep", "NoReward", "ScalarObs", "WrongShape"):
     gym.register(f"{_name}-v0", f"probe_envs:{_name}")
 gym.register("Unseeded-v0", "probe_envs:Unseeded")
 gym.register("Endless-v0", "probe_envs:ChainEnv", kwargs={"end": "endless"})
-for _fault in ("raise", "exit"):
+for _fault in ("raise", "exit", "exit3"):
     gym.register(f"HardReset-{_fault}-v0", "probe_envs:HardReset", kwargs={"fault": _fault})
 for _fault in ("raise", "sleep"):
     gym.register(f"HardStart-{_fault}-v0", "probe_envs:HardStart", kwargs={"fault": _fault})

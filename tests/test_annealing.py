@@ -165,7 +165,8 @@ def test_manual_is_first_in_first_out_and_says_when_it_is_empty(capsys):
 # ---- Domain randomization ----
 
 
-def test_domain_randomization_gives_each_of_two_tasks_its_share():  # CUR-10
+def test_domain_randomization_gives_each_of_two_tasks_its_share():
+    """CUR-10."""
     curriculum = DomainRandomization(2, seed=0)
     counts = np.bincount([curriculum.sample()[0] for _ in range(1000)])
     assert counts.min() >= 450

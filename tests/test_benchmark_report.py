@@ -118,6 +118,7 @@ def test_estimates_agree_with_rliable():
 
 
 def test_intervals_are_over_seeds():  # google-research/rliable#20
+    """BEN-04."""
     low, high = estimates.interval(np.array([[0.0], [25], [50], [75], [100]]), estimates.iqm)
     assert low < 30 and high > 70
     assert estimates.interval(np.array([[1.0, 2.0, 3.0]]), estimates.mean) is None
@@ -149,13 +150,30 @@ def test_t_intervals_of_few_seeds_hold_what_they_promise():
 
 def test_no_order_below_five_seeds_nor_where_the_difference_may_be_zero():
     x = {"a": np.array([1.0, 1.1, 0.9, 1.0, 1.05]), "b": np.array([2.0, 2.1, 1.9, 2.0, 2.05]), "c": np.zeros(5)}
-    assert estimates.orders(x) == {"a": ["c"], "b": ["a", "c"]} and estimates.best(estimates.orders(x), x) == "b"
-    assert estimates.best(estimates.orders(x, -1), x) == "c" and estimates.best({}, ["a"]) is None
-    assert estimates.orders({name: scores[:4] for name, scores in x.items()}) == {}
-    assert estimates.orders(x | {"a": x["a"][:4]}) == {"b": ["c"]}  # b is above c, but who knows about a
+
+    def orders(scores, *more):
+        return estimates.orders({name: dict(enumerate(values)) for name, values in scores.items()}, *more)
+
+    assert orders(x) == {"a": ["c"], "b": ["a", "c"]} and estimates.best(orders(x), x) == "b"
+    assert estimates.best(orders(x, -1), x) == "c" and estimates.best({}, ["a"]) is None
+    assert orders({name: scores[:4] for name, scores in x.items()}) == {}
+    assert orders(x | {"a": x["a"][:4]}) == {"b": ["c"]}  # b is above c, but who knows about a
     close = x | {"d": x["b"] - np.linspace(-0.2, 0.25, 5)}  # b and d overlap
-    assert estimates.orders(close)["b"] == ["a", "c"] and estimates.best(estimates.orders(close), close) is None
+    assert orders(close)["b"] == ["a", "c"] and estimates.best(orders(close), close) is None
     assert not estimates.better(x["b"], x["b"] - np.linspace(-0.2, 0.25, 5)) and not estimates.better(x["c"], x["c"])
+
+
+def test_paired_differences_agree_with_scipy_and_pair_by_seed():
+    rng = np.random.default_rng(1)
+    level = rng.normal(0, 5, 8)  # the seeds differ much more than the two within a seed
+    x, y = level + rng.normal(1, 0.3, 8), level + rng.normal(0, 0.3, 8)
+    theirs = stats.ttest_rel(x, y).confidence_interval(0.95)
+    np.testing.assert_allclose(estimates.difference(x, y, paired=True), [theirs.low, theirs.high])
+    of = {"x": dict(enumerate(x)), "y": dict(reversed(list(enumerate(y))))}  # in another order
+    assert estimates.orders(of) == {} and estimates.orders(of, 1, True) == {"x": ["y"]}
+    np.testing.assert_array_equal(estimates.shared(of["x"], of["y"]), [x, y])
+    few = {"x": of["x"], "y": {seed: y[seed] for seed in (0, 1, 2, 3)} | {8: 0.0}}  # five seeds, four of them shared
+    assert estimates.orders(few, 1, True) == {}
 
 
 # ---- Collect ---------------------------------------------------------------------------------------------------------
@@ -281,6 +299,7 @@ ODD = "$\\frac$ <img src=x onerror=alert(1)>|&"
 
 @pytest.mark.parametrize("names, env", [((ODD, "b"), "E$1_$"), (("_a", "__"), "_E")])
 def test_odd_names_are_shown_as_they_are(tmp_path, names, env):
+    """CLI-02."""
     suite = make_suite(names, (env,), (1, 2), normalization={env: [0, 10]})
     write_all(tmp_path, suite, lambda *who: 1.0)
     summary, text = made(tmp_path, suite)
@@ -391,6 +410,7 @@ vars(t)[sys.argv[2]](t.make_suite(seeds=(1,)), {str(tmp_path)!r})
 
 
 def test_a_step_logged_twice_by_a_resumed_run_counts_once(tmp_path):  # DLR-RM/rl-baselines3-zoo#364
+    """BEN-09."""
     suite = make_suite(seeds=(1,))
     write_run(tmp_path, suite.runs[0], [1, 2, 9, 2, 3], steps=[400, 700, 1000, 700, 1000])
     assert made(tmp_path, suite)[0]["environments"]["E1"]["a"]["scores"] == {1: 2.0}  # of 1, 2 and 3
@@ -482,6 +502,7 @@ def test_an_odd_tensorboard_folder_costs_no_other(tmp_path, case):
 
 
 def test_event_files_of_a_resumed_run_are_one_run(tmp_path):
+    """BEN-09."""
     suite, folder = make_suite(seeds=(1,), metric=RETURN), tmp_path / "tb" / "E1__ppo__1__17"
     write_tensorboard(folder, [(RETURN, 1.0, step) for step in range(100, 801, 100)], filename_suffix=".1")
     path = next(folder.iterdir())
@@ -569,6 +590,52 @@ def test_a_large_last_evaluation_counts_as_what_it_is(tmp_path, metric, score):
     assert "over the last 3 of 100 parts of its budget" in text and "weighted by evaluation episodes" in text
 
 
+def test_the_score_of_many_games_is_the_mean_of_theirs(tmp_path):
+    """As in impala_mixed: raw means put first whoever is best in the loudest game."""
+    suite = make_suite(["loud", "even"], envs=["mixed"], seeds=range(5), metric="eval/*/return_mean",
+                       games={"A": [0, 1000], "B": [-10, -5]})  # fmt: skip
+    for run in suite.runs:
+        a, b = {"loud": (500, -10), "even": (400, -6)}[run.algorithm]
+        b = [None] * 5 + [b - run.seed / 100] * 5  # not measured in the first half: no score there
+        folder = write_run(tmp_path, run, [a] * 10, key="eval/A/return_mean")
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [row | {"eval/B/return_mean": value} for row, value in zip(rows, b)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary, text = made(tmp_path, suite)
+    found = summary["environments"]["mixed"]
+    assert found["even"]["scores"][0] == pytest.approx((0.4 + 0.8) / 2)
+    assert found["loud"]["scores"][2] == pytest.approx((0.5 - 0.004) / 2)
+    assert found["even"]["value"] == pytest.approx(0.5 * 0.4 + 0.5 * (0.8 - 0.02 / 5))
+    assert summary["orders"] == {"mixed": {"even": ["loud"]}}
+    assert summary["aggregate"]["even"]["optimality gap"]["value"] == pytest.approx(1 - found["even"]["value"])
+    assert "between constants over the games A (0 is 0, 1000 is 1), B (-10 is 0, -5 is 1), of which more" in text
+    assert "Scores lie between the suite's constants" in text
+    (line,) = environment_curves(json.loads((tmp_path / "s" / "curves.json").read_text()))["mixed"]["loud"][1][:1]
+    assert np.isnan(line[:59]).all() and line[59] == pytest.approx(0.25)
+    with pytest.raises(SystemExit, match=r"--metric eval/\*/x: \* stands for one of the suite's \[games\], and it has"):
+        report(make_suite(envs=["mixed"]), tmp_path, metric="eval/*/x")
+
+
+@pytest.mark.parametrize("wrong, said", [
+    ({"games": {"A": [0, 1]}}, "is needed where there are some"), ({"metric": "eval/*/x"}, "is needed where there are"),
+    ({"games": {"A": [1, 0]}, "metric": "eval/*/x"}, r"\[games\] A = \[1, 0\]: \[minimum, maximum\] is needed"),
+    ({"games": {"A": [0, 1]}, "metric": "*", "normalization": {"E1": [0, 1]}}, "constants of their own"),
+])  # fmt: skip
+def test_games_and_metric_go_together(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        make_suite(**wrong)
+
+
+def test_paired_seeds_are_compared_in_pairs(tmp_path):
+    scores = {"a": [0, 5, 2, 9, 4, 7], "b": [1, 6.1, 3, 9.9, 5, 8]}
+    for paired, word in (False, "Welch's t interval"), (True, "the t interval of the difference of runs of one seed"):
+        suite = make_suite(["a", "b"], seeds=range(6), paired=paired)
+        write_all(tmp_path / str(paired), suite, lambda name, env, seed: float(scores[name][seed]))
+        summary, text = made(tmp_path / str(paired), suite)
+        assert summary["paired"] == paired and word in text
+        assert summary["orders"] == {"E1": {"b": ["a"]} if paired else {}}
+
+
 def test_further_metrics_stand_in_the_report(tmp_path):
     suite = make_suite(("a", "b"), ("E1", "E2"), (1, 2), also=["eval/*/success", "gone"])
     for run in suite.runs:
@@ -635,6 +702,7 @@ def test_points_beyond_the_budget_are_the_last_update_s_alone(tmp_path):
 
 
 def test_a_killed_seed_is_listed_and_is_no_data(tmp_path):  # microsoft/oac-explore#5
+    """BEN-06."""
     suite = make_suite(normalization={"E1": [0, 10]})
     first, second, killed = suite.runs
     write_run(tmp_path, first, [2.0] * 10)
@@ -653,6 +721,7 @@ def test_a_killed_seed_is_listed_and_is_no_data(tmp_path):  # microsoft/oac-expl
 
 
 def test_short_empty_and_early_ending_runs_are_missing(tmp_path):  # hill-a/stable-baselines PR 293
+    """BEN-01."""
     suite = make_suite(seeds=range(8))
     runs = suite.runs
     write_run(tmp_path, runs[0], [1.0, 2.0, 3.0])  # as few points as the score needs
@@ -695,6 +764,7 @@ def test_dead_autoreset_steps_count_as_budget(tmp_path):
 
 
 def test_one_seed_has_no_interval(tmp_path):  # DLR-RM/stable-baselines3#1137
+    """BEN-02."""
     suite = make_suite(("a", "b"), seeds=(1,), normalization={"E1": [0, 10]})
     write_all(tmp_path, suite, lambda name, *_: {"a": 5.0, "b": 1.0}[name])
     summary, text = made(tmp_path, suite)
@@ -704,6 +774,7 @@ def test_one_seed_has_no_interval(tmp_path):  # DLR-RM/stable-baselines3#1137
 
 
 def test_what_is_not_finite_is_never_best(tmp_path):  # ray-project/ray#23812
+    """BEN-05."""
     scores = {"nan": math.nan, "one": 1.0, "three": 3.0, "inf": math.inf}
     suite = make_suite(scores, seeds=(1, 2, 3, 4, 5), normalization={"E1": [0, 10]})
     for run in suite.runs:
@@ -729,6 +800,7 @@ def test_no_finished_run_at_all(tmp_path):
 
 
 def test_seeds_of_one_configuration_are_one_curve(tmp_path):  # gxywy/rl-plotter#2, openai/baselines#1020
+    """BEN-11, BEN-13."""
     suite = make_suite(seeds=(1, 2, 3))
     write_all(tmp_path, suite, lambda name, env, seed: float(seed))
     summary, _ = made(tmp_path, suite)
@@ -904,9 +976,15 @@ def reported(tmp_path):
 
 def test_a_published_report_is_made_again_from_its_numbers(reported, tmp_path):
     (tmp_path / "s" / "figures" / "games.png").write_bytes(b"of another script")
+    (tmp_path / "published" / "s").mkdir(parents=True)
+    (tmp_path / "published" / "s" / "once.json").write_text("{}")  # measured once, of older runs
     assert publish(reported, tmp_path, tmp_path / "published") == []
     before = files(tmp_path / "published" / "s")
     assert {"suite.toml", "summary.json", "curves.json", "report.md", "figures/curves.svg"} < before.keys()
+    assert "once.json" not in before
+    (tmp_path / "s" / "suite.toml").write_text("as it ran, perhaps with another metric")
+    publish(reported, tmp_path, tmp_path / "published")
+    assert files(tmp_path / "published" / "s") == before
     for name in ("report.md", "figures/curves.svg", "figures/curves.png", "figures/aggregate.svg"):
         (tmp_path / "published" / "s" / name).write_text("gone")
     remake("s", tmp_path / "published")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.runner import backends, board, execute, ledger, suite
+from benchmark.runner import backends, board, execute, ledger, stacks, suite
 
 ROOT = Path(__file__).parents[1]
 FAKE = ROOT / "tests" / "fake_script.py"
@@ -131,6 +131,7 @@ random.norm-adv = { choice = [true, false], when.true = { clip-coef = { uniform 
 
 
 def test_a_random_sweep(tmp_path):
+    """BEN-14."""
     plan = load(tmp_path, HEAD + ALGORITHM + SWEEP)
     params = {}
     for run in plan.runs:
@@ -167,6 +168,7 @@ def test_paired_flips_change_one_thing(tmp_path):
 
 
 def test_a_grid_and_repeats_are_named(tmp_path):
+    """BEN-15."""
     text = HEAD + ALGORITHM + "sweep.grid = { clip-coef = [0.1, 0.2], norm-adv = [true, false] }"
     names = [f"fake:clip-coef={c},norm-adv={n}" for c in ("0.1", "0.2") for n in ("true", "false")]
     assert list(dict.fromkeys(run.algorithm for run in load(tmp_path, text).runs)) == names
@@ -224,6 +226,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_in_a_suite_is_told_in_one_line(case, tmp_path):
+    """CLI-06."""
     text, message = WRONG[case]
     with pytest.raises(SystemExit) as caught:
         load(tmp_path, text)
@@ -317,7 +320,8 @@ def test_the_shipped_suites():
     plans = {path.stem: suite.load(path.stem) for path in suite.SUITES.glob("*.toml")}
     assert {"smoke", "cartpole", "procgen_plr", "procgen_plr_small", "minigrid_plr"} <= plans.keys()
     for name, plan in plans.items():
-        assert plan.name == name and not plan.notes and suite.check(plan.runs) == {}
+        assert plan.name == name and suite.check(plan.runs) == {}
+        assert not plan.notes or plan.algorithms[0].sweep["random"]  # which may draw the same again
         assert plan.reference.keys() <= {run.algorithm for run in plan.runs}
     figure = plans["procgen_plr"]
     assert len(figure.runs) == 2 * 10 * 5 and figure.budget == 25_000_000
@@ -428,9 +432,9 @@ def test_a_fault_of_the_runner_itself_ends_the_run_not_the_others(tmp_path, monk
     plan, folder = load(tmp_path, HEAD.replace("[1, 2]", "[1]") + ALGORITHM), tmp_path / "fake"
     watch, children = execute.watch, []
 
-    def broken(child, record, ledger, run, *rest):
-        if run.env_id == "B":
-            return watch(child, record, ledger, run, *rest)
+    def broken(child, records, *rest):
+        if next(iter(records)).env_id == "B":
+            return watch(child, records, *rest)
         children.append(child)
         raise RuntimeError("no such thing")
 
@@ -479,6 +483,7 @@ def test_what_was_made_by_other_means_counts(tmp_path):
 
 
 def test_each_failure_is_told_and_retried_only_if_that_can_help(troubled):
+    """BEN-10."""
     path, end, first, _ = troubled
     found = {run.env_id: first[run.id] for run in suite.load(path).runs}
     assert {mode: (record["state"], record["attempts"]) for mode, record in found.items()} == {
@@ -514,6 +519,7 @@ def test_nothing_outlives_the_runner(troubled):
 
 
 def test_again_only_what_can_get_better_is_tried_again(troubled):
+    """BEN-15."""
     path, _, first, again = troubled
     for run in suite.load(path).runs:
         tries = records(path)[run.id]["attempts"] - first[run.id]["attempts"]
@@ -583,13 +589,13 @@ def test_slots(tmp_path, monkeypatch, capsys):
     plan = load(tmp_path, HEAD + "resources = { gpus = 0.5, threads = 2 }\n" + ALGORITHM)
     slots = []
     monkeypatch.setattr(
-        execute, "run_one", lambda run, plan, folder, seen, slot, stop: slots.append(slot) or time.sleep(0.2)
+        execute, "run_stack", lambda stack, plan, folder, seen, slot, stop: slots.append(slot) or time.sleep(0.2)
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     submit, workers = execute.local(plan, tmp_path, 9, execute.Stop())
     assert workers == 4 and "4 workers, for 2 GPUs" in capsys.readouterr().out
-    for future in [submit(run, 0) for run in plan.runs]:
+    for future in [submit(stacks.Stack((run,)), [0]) for run in plan.runs]:
         future.result()
     assert sorted(slots, key=str) == [
         execute.Slot((0, 1), "4"),
@@ -856,7 +862,7 @@ def sbatch_options(text):
 
 
 def test_the_script_of_a_dry_run_can_be_submitted_and_a_cancelled_task_stays_cancelled(tmp_path):
-    """From folders with spaces; nothing but the printed script is there."""
+    """From folders with spaces; nothing but the printed script is there (USE-09)."""
     results, tools = tmp_path / "my results", tmp_path / "tools"
     path = write(tmp_path, SLOW)
     tools.mkdir()

@@ -75,6 +75,7 @@ def test_finite_spaces_number_and_encode_every_task_in_order(name):
 
 
 def test_multidiscrete_table_of_syllabus():
+    """CUR-11."""
     space = FINITE["named multidiscrete"][0]
     assert space.index(space.encode(("b", 0))) == 3
     assert space.encode(("b", 0)).tolist() == [1, 1] and space.encode(("b", 0)).dtype == GRID.dtype
@@ -201,6 +202,7 @@ def test_lists_and_arrays_find_their_task_but_types_that_differ_do_not():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_box_round_trip(dtype):
+    """CUR-11."""
     space = TaskSpace(Box(np.array([-1, 0], dtype), np.array([1, 0.7], dtype), dtype=dtype), seed=3)
     assert space.num_tasks is None and space.tasks is None
     for task in ([0.1, 0.7], np.array([-1, 0.0]), (1, 0), space.sample()):
@@ -257,7 +259,8 @@ OUTSIDE = {  # space -> what is no task of it
 
 
 @pytest.mark.parametrize("space,task", [(space, task) for space, tasks in OUTSIDE.values() for task in tasks])
-def test_what_is_outside_the_space_is_named(space, task):  # CUR-11
+def test_what_is_outside_the_space_is_named(space, task):
+    """CUR-11."""
     space = TaskSpace(space)
     with pytest.raises(ValueError) as error:
         space.encode(task)
@@ -358,13 +361,14 @@ def test_curriculum_samples_its_distribution_as_encodings():
 
 
 def test_domain_randomization_is_uniform_whatever_it_is_told():
+    """CUR-10."""
     curriculum = DomainRandomization(2, seed=0)
     for _ in range(100):
         curriculum.update_on_episode(1.0, 5, 0, 1.0, env_id=3)
         curriculum.update_task_progress(0, 1.0)
     assert curriculum._sample_distribution().tolist() == [0.5, 0.5]
     draws = curriculum.sample(1000)
-    assert min(draws.count(0), draws.count(1)) >= 450  # CUR-10
+    assert min(draws.count(0), draws.count(1)) >= 450
     assert all(len(set(draws[env::4])) == 2 for env in range(4))
     assert len(curriculum.sample()) == 1 and len(curriculum.sample(7)) == 7
 
@@ -542,8 +546,10 @@ class Race:
         return obs, dict.fromkeys(ended, 1.0), ended, dict.fromkeys(ended, False), {"common": {"lap": 1}}
 
 
-@pytest.mark.parametrize("lengths", [(2, 4), (3, 3)], ids=["one leaves early", "all at once"])  # SP-09, SP-10
+@pytest.mark.parametrize("lengths", [(2, 4), (3, 3)], ids=["one leaves early", "all at once"])
 def test_pettingzoo_wrapper_tells_every_agent_its_task(lengths):
+    """SP-09, SP-10."""
+
     class Lanes(PettingZooTaskWrapper):
         def change_task(self, new_task):
             self.lane = new_task  # sets no task: reset does
@@ -604,7 +610,8 @@ def test_pettingzoo_wrapper_on_its_rock_paper_scissors():
     plain.close()
 
 
-def test_twenty_thousand_task_changes_leak_nothing():  # SYN-14
+def test_twenty_thousand_task_changes_leak_nothing():
+    """SYN-14."""
     space = TaskSpace([f"task {i}" for i in range(1, 50)], seed=0)
 
     class Named(TaskWrapper):

@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import re
 import signal
-from contextlib import closing
+import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import gymnasium as gym
@@ -138,13 +139,11 @@ def test_events_pay_when_they_rise():
             rewards.append(info["task_rewards"].tolist())
         columns = [[i + 1 for i, x in enumerate(column) if x] for column in zip(*rewards)]
         assert columns == [[1, 3, 5], [], [3, 6], [3], [6]] and terminated
-    with pytest.raises(ValueError, match="at least one event"):
-        crafter.EventTasks(env, {})
 
 
 def test_two_rooms():
     up, down, left, right = range(4)
-    envs = dqn.TwoRooms("two-rooms-mixed", [0, 1], 100)
+    envs = dqn.Envs("two-rooms-mixed", [0, 1], 100)
     envs.reset()
     envs.state[:] = np.ravel_multi_index((0, 2, 0), (9, 9, 2))
     moves = [left, right, right, right, down, down, right]  # against the edge, beside the key to the closed door
@@ -165,7 +164,7 @@ def test_two_rooms():
 def test_two_rooms_by_chance():
     """The shares of random episodes of the docstring; episodes of 100 steps from the left room; fixed starts."""
     for name, low, high in (("rare", [0.02] * 4, [0.06] * 4), ("mixed", [0.6, 0.1, 0, 0], [0.7, 0.18, 0.02, 0.02])):
-        envs = dqn.make_envs(f"two-rooms-{name}", np.random.SeedSequence(1).spawn(3000), 100)
+        envs = dqn.Envs(f"two-rooms-{name}", np.random.SeedSequence(1).spawn(3000), 100)
         first, rng, seen = envs.reset(), np.random.default_rng(2), np.zeros((3000, 4), bool)
         assert (first[:, :4].sum(1) == 1).all() and not first[:, 18].any() and len(np.unique(first, axis=0)) == 35
         for t in range(100):
@@ -174,12 +173,12 @@ def test_two_rooms_by_chance():
             assert truncated.all() == truncated.any() == (t == 99) and not terminated.any()
         assert (obs[:, :4].sum(1) == 1).all() and (info["final_obs"] != obs).any()
         assert (seen.mean(0) >= low).all() and (seen.mean(0) <= high).all(), seen.mean(0)
-        again = dqn.make_envs(f"two-rooms-{name}", np.random.SeedSequence(1).spawn(3000), 100)
+        again = dqn.Envs(f"two-rooms-{name}", np.random.SeedSequence(1).spawn(3000), 100)
         assert (again.reset() == first).all()
 
 
 def test_minigrid_events():
-    envs = mini.make_envs("MiniGrid-DoorKey-6x6-v0", np.random.SeedSequence(3).spawn(2), 50)
+    envs = mini.Envs("MiniGrid-DoorKey-6x6-v0", np.random.SeedSequence(3).spawn(2), 50)
     names = ("pick-up-key", "put-down", "open-door", "close-door", "pass-door", "reach-goal")
     assert envs.task_names == names and envs.num_tasks == 6 and envs.obs_shape == (6, 6, 15)
     first = envs.reset()
@@ -217,7 +216,7 @@ def test_minigrid_events():
 
 def test_crafter():
     pytest.importorskip("crafter")
-    envs = crafter.make_envs("crafter", np.random.SeedSequence(3).spawn(1), 5)
+    envs = crafter.Envs("crafter", np.random.SeedSequence(3).spawn(1), 5)
     assert envs.num_tasks == 22 and envs.obs_shape == (64, 64, 3) and envs.num_actions == 17
     first, names, env = envs.reset(), envs.task_names, envs.envs[0]
     game = env.unwrapped.game
@@ -229,7 +228,7 @@ def test_crafter():
     assert [bool(row[4][0]) for row in play(envs, [[0]] * 3)] == [False, False, True], "T = 5 steps"
     envs.restart([0])
     assert (envs.obs != first).any()
-    again = crafter.make_envs("crafter", np.random.SeedSequence(3).spawn(1), 5)
+    again = crafter.Envs("crafter", np.random.SeedSequence(3).spawn(1), 5)
     assert first.dtype == np.uint8 and (again.reset() == first).all()
     again.load_state_dict(pack(envs.state_dict()))  # of a later episode
     assert (play(again, [[1]])[0][5] == env.step(1)[0]).all()
@@ -240,10 +239,11 @@ def test_crafter():
 
 @pytest.mark.parametrize("control", ["episodic", "continuing"])
 def test_transitions_of_every_kind_of_end(control):
-    """The replay gets the true last observation, and bootstraps past a truncation but not past a termination."""
+    """The replay gets the true last observation, and bootstraps past a truncation but not past a termination
+    (RPL-02)."""
     for env_id, length, kind in (("Chain-v0", 3, "terminated"), ("Tasks-v0", 4, "truncated")):
         module = "probe_envs" if kind == "terminated" else "probe_tasks"
-        envs = crafter.make_envs(f"{module}:{env_id}", [0, 1], 4 if control == "episodic" else None)
+        envs = crafter.Envs(f"{module}:{env_id}", [0, 1], 4 if control == "episodic" else None)
         actor = crafter.Actor(envs, np.random.default_rng(0))
         for t in range(20):
             step = actor.step()
@@ -279,7 +279,7 @@ def test_evaluation_ends_with_the_task():
 
 @ALL
 def test_a_signal_ends_an_evaluation(script):
-    """At its next step, with the run's exit code."""
+    """At its next step, with the run's exit code (USE-02)."""
     calls = []
 
     def check():
@@ -288,7 +288,7 @@ def test_a_signal_ends_an_evaluation(script):
             raise SystemExit(75)
 
     args = script.Args(env_id=ENVS[script], eval_episodes=2)
-    with closing(script.make_envs(args.env_id, [0], 5)) as envs:
+    with closing(script.Envs(args.env_id, [0], 5)) as envs:
         agent = script.Agent(envs.obs_shape, envs.num_actions, envs.num_tasks, 16)
     with pytest.raises(SystemExit) as caught:
         script.evaluate(agent, args, check)
@@ -296,7 +296,7 @@ def test_a_signal_ends_an_evaluation(script):
 
 
 def test_epsilon_greedy_acts_for_a_task_per_episode():
-    envs = crafter.make_envs("probe_tasks:Tasks-v0", list(range(50)), 5)
+    envs = crafter.Envs("probe_tasks:Tasks-v0", list(range(50)), 5)
 
     class Fixed:
         """Task 0 prefers action 0, task 1 action 1."""
@@ -339,7 +339,9 @@ def test_a_loss_that_is_not_finite_is_told(tmp_path, kind):
 
 
 def test_no_task(tmp_path):
-    assert "has no task: at least one is needed" in refusal(crafter, tmp_path, "--env-id probe_tasks:NoTask-v0")
+    gym.register("NoEvents-v0", lambda: crafter.EventTasks(gym.make("probe_envs:Chain-v0"), {}))
+    for env_id in ("probe_tasks:NoTask-v0", "NoEvents-v0"):
+        assert "has no task: at least one is needed" in refusal(crafter, tmp_path, f"--env-id {env_id}")
 
 
 # ---- Arguments ----
@@ -402,7 +404,8 @@ KINDS = pytest.mark.parametrize("kind", ["uniform", "per", "taper", "taper_td", 
 
 @KINDS
 def test_runs_repeat_and_go_on_to_the_bit(kind, tmp_path, capsys):
-    """Twice the same; and half of it, a copy of the folder as a kill leaves it, the other half."""
+    """Twice the same; and half of it, a copy of the folder as a kill leaves it, the other half
+    (CKP-05, CKP-07, CLI-13)."""
     flags = f"--replay {kind} --env-id two-rooms-mixed --taper-alpha-fraction 0.8"
     one, two = (train(dqn, tmp_path / name, flags) for name in "ab")
     assert one.repeatable() == two.repeatable() and one.rows("eval.jsonl") == two.rows("eval.jsonl")
@@ -427,7 +430,7 @@ def test_runs_repeat_and_go_on_to_the_bit(kind, tmp_path, capsys):
     (mini, "--env-id MiniGrid-DoorKey-5x5-v0 --replay taper_td --control continuing --taper-reading first"),
 ])  # fmt: skip
 def test_kill_and_signals(script, flags, tmp_path):
-    """kill -9 and SIGTERM on the way: the same run as one that was left alone."""
+    """kill -9 and SIGTERM on the way: the same run as one that was left alone (CKP-06)."""
     flags += " --eval-interval 8 --total-timesteps 3200"
     for number, rc in ((signal.SIGKILL, -9), (signal.SIGTERM, 75)):
         process = start(script, tmp_path / "stopped", flags, step_s=0.002)
@@ -449,7 +452,7 @@ def test_seeds_and_evaluation(tmp_path):
                 for run in (often, rarely, other)]  # fmt: skip
     assert training[0] == training[1] != training[2]
     rows = often.rows("eval.jsonl")
-    names = list(dqn.TwoRooms.TASKS["rare"])
+    names = list(dqn.Envs.TASKS["rare"])
     assert [row["task"] for row in rows] == 8 * [name for name in names for _ in range(2)]
     history = []
     for update, row in enumerate(often.rows()):
@@ -547,7 +550,7 @@ gym.register("Forgets-v0", OneArray, kwargs={"forgets": True})
 
 def test_an_environment_that_reuses_its_array():
     """The last observation is the true one, not the reset's (USE-01); a reward of shape (1,) is a number."""
-    envs = crafter.make_envs("OneArray-v0", [0, 1], 4)
+    envs = crafter.Envs("OneArray-v0", [0, 1], 4)
     envs.reset()
     rows = play(envs, [[0, 1]] * 4)
     assert [row[5].tolist() for row in rows] == [[[t]] * 2 for t in (1, 2, 3, 4)]
@@ -557,7 +560,7 @@ def test_an_environment_that_reuses_its_array():
 
 def test_an_environment_that_does_not_repeat_itself(capsys):
     """A resume says so and starts new episodes: nothing of the old ones is glued to them (USE-04)."""
-    envs = (crafter.make_envs("Forgets-v0", [0, 1], 50) for _ in range(2))
+    envs = (crafter.Envs("Forgets-v0", [0, 1], 50) for _ in range(2))
     actor, again = (crafter.Actor(each, np.random.default_rng(0)) for each in envs)
     for _ in range(3):
         actor.step()
@@ -572,7 +575,8 @@ def test_an_environment_that_does_not_repeat_itself(capsys):
 
 
 def test_actors(tmp_path):
-    """Ctrl-C, a killed actor and a killed learner: each ends within 10 s and leaves nothing; then the run goes on."""
+    """Ctrl-C, a killed actor and a killed learner: each ends within 10 s and leaves nothing; then the run goes on
+    (SYN-02)."""
     flags = "--num-actors 2 --total-timesteps 4800 --eval-interval 0 --env-id probe_tasks:Tasks-v0"
     for kind in ("sigint", "actor", "learner"):
         process = start(crafter, tmp_path, flags, step_s=0.001)
@@ -595,6 +599,34 @@ def test_actors(tmp_path):
     assert rows[-1]["losses/gradient_steps"] == pytest.approx(25, abs=3)
 
 
+@pytest.mark.parametrize("num_actors", [1, 2, 4])
+def test_actors_send_all_steps_in_order(num_actors):
+    """Each the same transitions as an Actor with its seed, while the queue is full, while it is not."""
+    env_id, num_envs = "probe_envs:Chain-v0", 4
+    seeds, found = np.random.SeedSequence(3).spawn(num_actors), [[] for _ in range(num_actors)]
+    with ExitStack() as run:
+        run.check_signals = lambda: None
+        envs = crafter.Envs(env_id, [0], 5)
+        transition = crafter.Actor(envs, np.random.default_rng(0)).step()
+        actors = crafter.Actors(run, num_envs, transition, env_id, 5, seeds)
+        for t in range(400 * num_actors):
+            time.sleep(0.2 * (t % 300 == 299) + 0.002 * (t > 1000))
+            row = actors.step()
+            found[row["envs"][0] * num_actors // num_envs].append(row)
+        assert actors.metrics()["async/queue_depth"] >= 1
+    assert not multiprocessing.active_children() and all(found)
+    for index, rows in enumerate(found):
+        env_seed, action_seed = np.random.SeedSequence(3).spawn(num_actors)[index].spawn(2)
+        envs = crafter.Envs(env_id, env_seed.spawn(num_envs // num_actors), 5)
+        actor = crafter.Actor(envs, np.random.default_rng(action_seed))
+        for row in rows:
+            expected = actor.step()
+            assert row.keys() == expected.keys()
+            assert (row.pop("envs") == expected.pop("envs") + index * envs.num_envs).all()
+            for name, array in expected.items():
+                assert row[name].dtype == array.dtype and (row[name] == array).all(), name
+
+
 @pytest.mark.parametrize("fault,found", [
     ("raise", r"error: actor 0 failed:\nTraceback(.|\n)*environment \d, step 7 of the episode with seed \d+: "
               "ValueError: boom-44"),
@@ -602,7 +634,7 @@ def test_actors(tmp_path):
     ("nan", r"error: actor 0 failed:\nenvironment \d, step 7 .* gave task rewards \[ *0. +nan\]: not finite.*$"),
 ])  # fmt: skip
 def test_an_actor_that_fails_is_named(tmp_path, fault, found):
-    with pytest.raises(crafter.RunError) as caught:
+    with pytest.raises(SystemExit) as caught:
         train(crafter, tmp_path, f"--num-actors 1 --env-id probe_tasks:Tasks-{fault}-v0")
     assert re.match(found, caught.value.code.removeprefix("error: worker ")), caught.value.code
     assert not multiprocessing.active_children()

@@ -98,10 +98,19 @@ def make_actor(num_steps, delays, version, index, games=("CartPole-v1",), num_en
     return impala.Actor(envs, policy, np.random.SeedSequence(100 + index), num_steps)
 
 
+def expected_slots(num_actors, batch_slots, max_lag):
+    """A batch, one in each actor and a batch to come, as far as the lag allows; the learner itself needs a batch."""
+    slots = num_actors + 2 * batch_slots if num_actors else batch_slots
+    return slots if max_lag is None else min(slots, batch_slots * (max_lag + 1))
+
+
 def make_actors(num_actors, num_slots, batch_slots, max_lag, delays=(0.0, 0.0), num_steps=4, num_envs=3):
     space = impala.shared_space(("CartPole-v1",))[0]
     layout = impala.Actor.layout(num_steps, num_envs, space, 8)
-    return impala.Actors(partial(make_actor, num_steps, delays), layout, num_actors, num_slots, batch_slots, max_lag)
+    actors = impala.Actors(partial(make_actor, num_steps, delays), layout, num_actors, batch_slots, max_lag)
+    assert actors.num_slots == expected_slots(num_actors, batch_slots, max_lag)
+    actors.num_slots = num_slots
+    return actors
 
 
 POLICY = impala.Policy(impala.shared_space(("CartPole-v1",))[0], "mlp", 8)
@@ -131,14 +140,14 @@ def replay(weights, unroll, dtype):
 @pytest.mark.parametrize(("num_actors", "max_lag"), [(0, None), (2, None), (2, 0), (2, 1)])
 def test_an_unroll_has_one_policy_and_no_step_is_lost_or_too_old(num_actors, max_lag):
     """Stored logits are those of the policy with the stored version, from row to row as in one piece; each actor's
-    unrolls come in order and without a gap; the lag stays within its bound though one actor is much slower."""
+    unrolls come in order and without a gap; the lag stays within its bound though one actor is much slower (SYN-11)."""
     num_slots = 2 if not num_actors else 5 if max_lag is None else 2 * (max_lag + 1)
     actors, version, lags, last = make_actors(num_actors, num_slots, 2, max_lag, delays=(0.0, 0.02)), 7, [], []
     with contextlib.closing(actors):
         actors.start(weights_of(7), 7)
         while len(lags) < 40 or len(last) < num_actors:
             batch = {name: tensor.numpy().copy() for name, tensor in actors.batch().items()}
-            for k, used in enumerate(actors.versions):
+            for k, used in enumerate(version - actors.lags):
                 unroll = {name: array[:, 3 * k : 3 * k + 3] for name, array in batch.items()}
                 _, rows, core = replay(weights_of(used), unroll, torch.float32)  # as the actor: rounds alike
                 torch.testing.assert_close(torch.from_numpy(unroll["logits"]), rows, atol=1e-6, rtol=1e-5)
@@ -363,7 +372,8 @@ def test_a_policy_sees_any_array(shape, dtype):
 
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_an_actor_that_fails_ends_the_run_and_says_why(fault, tmp_path):
-    """Within 10 s, with the environment's own error or the exit code; also if the others always have a full slot."""
+    """Within 10 s, with the environment's own error or the exit code; also if the others always have a full slot
+    (SYN-04, SYN-08)."""
     games = "probe_envs:Faulty-raise-v0" if fault == "raise" else "probe_envs:Chain-v0"
     killed = []
     original = impala.Actors.batch
@@ -376,7 +386,7 @@ def test_an_actor_that_fails_ends_the_run_and_says_why(fault, tmp_path):
                 killed.append(time.monotonic())
         return original(self, *check)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(impala.RunError) as caught:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
         patch.setattr(impala.Actors, "batch", batch)
         impala.train(parse(TINY, f"--env-id {games} --num-actors 2 --run-dir {tmp_path}"))
     message = caught.value.code
@@ -396,7 +406,8 @@ def test_an_actor_that_fails_ends_the_run_and_says_why(fault, tmp_path):
     ],
 )
 def test_what_is_not_finite_ends_the_run_by_name(arguments, words, tmp_path):
-    with pytest.raises(impala.RunError) as caught:
+    """PPO-16."""
+    with pytest.raises(SystemExit) as caught:
         train(tmp_path, "--num-actors 0", arguments)
     assert words in caught.value.code and "\n" not in caught.value.code, caught.value.code
 
@@ -404,7 +415,7 @@ def test_what_is_not_finite_ends_the_run_by_name(arguments, words, tmp_path):
 def test_memory_that_does_not_suffice_is_told_before_it_is_taken(monkeypatch, tmp_path):
     args = parse(TINY, f"--run-dir {tmp_path} --num-actors 2 --num-steps 100")
     monkeypatch.setattr(impala, "available_memory", lambda: 2**14)
-    with pytest.raises(impala.RunError) as caught:
+    with pytest.raises(SystemExit) as caught:
         impala.train(args)
     for words in ("6 unrolls take", "MiB of shared memory", "obs", "0 MiB are available", "--envs-per-actor"):
         assert words in caught.value.code
@@ -418,7 +429,7 @@ def test_an_actor_that_hangs_is_named_though_the_other_delivers():
             actors.batch()
         os.kill(actors.processes[1][0].pid, signal.SIGSTOP)
         actors.TIMEOUT_S, start = 3, time.monotonic()
-        with pytest.raises(impala.RunError, match=r"actor 1 \(process \d+\) hangs: no unroll of it for 3 s"):
+        with pytest.raises(SystemExit, match=r"actor 1 \(process \d+\) hangs: no unroll of it for 3 s"):
             while time.monotonic() < start + 60:
                 actors.batch()
 
@@ -432,7 +443,7 @@ def test_an_actor_that_hangs_while_slots_wait_for_it_is_named():
         os.kill(actors.processes[0][0].pid, signal.SIGSTOP)
         actors.publish(weights_of(1))
         actors.TIMEOUT_S = 3
-        with pytest.raises(impala.RunError, match=r"actor 0 \(process \d+\) hangs: no unroll of it for 3 s"):
+        with pytest.raises(SystemExit, match=r"actor 0 \(process \d+\) hangs: no unroll of it for 3 s"):
             actors.batch(lambda: checks.append(time.monotonic()))
     assert len(checks) >= 3 and max(np.diff(checks)) < 2
 
@@ -453,7 +464,7 @@ def test_the_only_actor_is_named_whenever_it_is_killed(max_lag, moment):
                 process.join()
                 break
             act()
-        with pytest.raises(impala.RunError, match=died):
+        with pytest.raises(SystemExit, match=died):
             while True:
                 actors.batch()
                 actors.publish(weights_of(2))
@@ -513,6 +524,7 @@ def blocked_signals(group):
 
 
 def test_whatever_ends_the_learner_no_process_and_no_shared_memory_stays(stopped):
+    """SYN-02, SYN-05."""
     goes_on = "the same command goes on from"
     cases = ("SIGTERM", 75, f"SIGTERM: {goes_on}"), ("SIGINT", 130, f"SIGINT: {goes_on}"), ("SIGKILL", -9, "")
     for name, code, words in cases:
@@ -544,7 +556,8 @@ def stopping_at(update, batches=None):
         found = original(self, *check)
         if batches is not None:
             batches.append(
-                {name: tensor.numpy().copy() for name, tensor in found.items()} | {"version": self.versions[0]}
+                {name: tensor.numpy().copy() for name, tensor in found.items()}
+                | {"version": self.version - self.lags[0]}
             )
         return found
 
@@ -557,7 +570,7 @@ P0 = "--num-actors 0 --total-timesteps 1200 --checkpoint-interval 8 --log-interv
 
 
 def test_the_synchronous_form_repeats_and_resumes_to_the_bit(tmp_path):
-    """And evaluations in between change nothing."""
+    """And evaluations in between change nothing (CKP-05, CLI-13)."""
     straight = train(tmp_path / "straight", P0)
     with stopping_at(18):
         train(tmp_path / "stopped", P0, "--eval-interval 6")
@@ -631,7 +644,7 @@ def test_a_member_of_a_population_goes_on_with_other_settings(tmp_path):
         ({"batch_rollouts": 24}, "--batch-rollouts 24 is no multiple of --envs-per-actor 16: try 32"),
         ({"batch_rollouts": 1}, "--batch-rollouts 1 is no multiple of --envs-per-actor 16: try 16"),
         ({"multi_head": True}, "add --no-popart"),
-        ({"num_actors": 5, "max_policy_lag": 1}, "1 leaves 4 unrolls at a time for --num-actors 5: try 2"),
+        ({"num_actors": 5, "max_policy_lag": 1}, "--max-policy-lag 1: it must be a number at least 2"),
         ({"envs_per_actor": 2}, "2 environments (num_actors x envs_per_actor) cannot play 3 games"),
         ({"env_id": "CartPole-v1,probe_envs:TinyImage-v0"}, "TinyImage-v0 has observations (8, 8, 3)"),
         ({"env_id": "CartPole-v7"}, "CartPole-v1"),

@@ -53,11 +53,12 @@ def assert_restarts(found):
 
 
 def test_rows_of_known_chains_restart_in_the_step_that_ends_them_with_their_true_last_observation():
+    """ENV-10."""
     env_id = "probe_envs:Chain-v0,probe_envs:TruncatedChain-v0,probe_envs:ShiftedChain-v0@10"
     assert script.shared_space(script.parse_games(env_id)) == (((3,), np.float32, 3), [0, 1, 2])
     envs = make(env_id, 4)
     assert envs.tasks.tolist() == [0, 1, 2, 0] and not envs.obs.any()  # all chains begin at 0
-    # Action 2 is beyond Chain's two actions and is taken modulo; ShiftedChain asserts that it gets -1, 0 or 1 (ENV-10).
+    # Action 2 is beyond Chain's two actions and is taken modulo; ShiftedChain asserts that it gets -1, 0 or 1.
     found = roll(envs, [2, 0, 1, 2, 1, 0, 2])
 
     def block(states):
@@ -134,12 +135,18 @@ def test_a_restored_state_goes_on_to_the_bit(module, env_id):
 
 
 def test_a_step_of_four_values_is_an_error():
-    """Of (obs, reward, done, info), info would pass for truncated."""
+    """Of (obs, reward, done, info), info would pass for truncated; and so is an observation of another shape."""
     with closing(make("probe_envs:OldStep-v0", 2)) as envs, pytest.raises(RuntimeError, match="not enough values"):
         roll(envs, [0])
+    with (
+        closing(make("probe_envs:WrongShape-v0", 2)) as envs,
+        pytest.raises(RuntimeError, match="array of size 1 into"),
+    ):
+        roll(envs, [0, 0])
 
 
 def test_an_environment_that_does_not_repeat_itself_begins_again_and_says_so(capfd, monkeypatch):
+    """USE-04."""
     with closing(make("probe_envs:Chain-v0", 2)) as envs:
         roll(envs, [0, 0])
         state = script.pack(envs.state_dict())
@@ -173,7 +180,8 @@ def lost_game():
     return end + 1, {name: array[end : end + 3, 0] for name, array in found.items()}
 
 
-def test_a_lost_life_ends_nothing_and_a_lost_game_terminates_even_in_the_last_step_allowed(monkeypatch):  # ENV-11
+def test_a_lost_life_ends_nothing_and_a_lost_game_terminates_even_in_the_last_step_allowed(monkeypatch):
+    """ENV-11."""
     with closing(make("Breakout-v5", 1, module=atari)) as envs:
         lives = []
         for _ in range(150):
@@ -221,7 +229,8 @@ def test_games_restart_as_envpool_itself_restarts_them_but_without_a_step_that_c
     assert_restarts(found)
 
 
-def test_a_time_limit_cuts_with_lives_left_and_the_next_episode_begins_from_zero(monkeypatch):  # ENV-04
+def test_a_time_limit_cuts_with_lives_left_and_the_next_episode_begins_from_zero(monkeypatch):
+    """ENV-04."""
     real = envpool.make
     monkeypatch.setattr(envpool, "make", lambda *args, **kwargs: real(*args, max_episode_steps=10, **kwargs))
     with closing(make("SpaceInvaders-v5", 2, module=atari)) as envs:
@@ -232,7 +241,8 @@ def test_a_time_limit_cuts_with_lives_left_and_the_next_episode_begins_from_zero
     assert_restarts(found)
 
 
-def test_atari_rewards_are_raw():  # ENV-05
+def test_atari_rewards_are_raw():
+    """ENV-05."""
     with closing(make("SpaceInvaders-v5", 1, module=atari)) as envs:
         rewards = roll(envs, [FIRE] * 100)["reward"]
     assert set(rewards[:, 0]) - {0} <= {5, 10, 15, 20, 25, 30} and rewards.any()
@@ -311,6 +321,7 @@ def test_all_16_procgen_games_make_one_pool():
     ],
 )  # fmt: skip
 def test_games_that_cannot_be_played_are_one_line(module, env_id, words):
+    """SYN-13."""
     with pytest.raises(ValueError, match=words) as error:
         module.Args(env_id=env_id)
     assert "\n" not in str(error.value)
@@ -333,9 +344,17 @@ def test_fewer_environments_than_games():
 
 @pytest.mark.parametrize(("fault", "words"), [("observation", "observation .*nan"), ("reward", "reward nan")])
 def test_what_is_not_finite_names_the_environment_and_its_game(fault, words):
+    """PPO-16."""
     envs = make(f"probe_envs:Chain-v0,probe_envs:Faulty-{fault}-v0", 4)
     with pytest.raises(SystemExit, match=rf"environment 1 \(probe_envs:Faulty-{fault}-v0\) .* not finite: .*{words}"):
         roll(envs, [1] * 9)
+
+
+@pytest.mark.parametrize("value", [np.nan, 1e39])
+def test_a_first_observation_that_is_not_finite_names_the_environment_and_its_game(value, monkeypatch):
+    monkeypatch.setattr(ChainEnv, "reset", lambda self, **options: (np.array([value]), {}))
+    with pytest.raises(SystemExit, match=r"environment 0 \(probe_envs:Chain-v0\) gave what is not finite.*step 0 of"):
+        make("probe_envs:Chain-v0", 2)
 
 
 def test_an_environment_that_raises_is_named_with_its_step():
@@ -345,6 +364,7 @@ def test_an_environment_that_raises_is_named_with_its_step():
 
 
 def test_an_environment_that_raises_in_reset_is_named_with_its_seed(monkeypatch):
+    """USE-06."""
     envs = make("probe_envs:Chain-v0", 2)
     monkeypatch.setattr(ChainEnv, "reset", lambda self, **options: 1 / 0)
     with pytest.raises(RuntimeError, match=r"environment 0, step 0 of the episode with seed \d+: ZeroDivisionError"):

@@ -107,6 +107,7 @@ def test_an_absurd_ratio_counts_as_its_bar():
 
 
 def test_the_bootstrap_counts_once():
+    """PPO-06."""
     zeros = [[0.0]] * 3
     targets, advantages = impala.vtrace(zeros, [[1.0]] * 3, [[0.5]] * 3, [[0.5], [0.5], [2.0]], zeros, zeros, 0.9)
     np.testing.assert_allclose(advantages[:, 0], [3.668, 3.02, 2.3], rtol=1e-12)
@@ -235,19 +236,21 @@ def test_every_way_an_episode_ends(T):
 
 
 def test_a_time_limit_is_not_a_death():
+    """PPO-01."""
     chains = [ChainEnv(5, "truncated", lambda s: 1.0) for _ in range(2)]
     for advantages, errors in chain_unrolls(chains, lambda s: np.full_like(s, 10.0), 7, 3, gamma=0.9):
         np.testing.assert_allclose([advantages, errors], np.zeros((2, 7, 2)), atol=1e-12)
 
 
 def test_bootstraps_from_the_last_observation():
-    """G = 200: 150 would be the value before the last step, 0 that of the observation after the reset."""
+    """G = 200: 150 would be the value before the last step, 0 that of the observation after the reset (PPO-03)."""
     chains = [ChainEnv(4, "truncated", lambda s: 0.0)]
     ((advantages, errors),) = chain_unrolls(chains, lambda s: 100 * s, 5, 1, gamma=0.5)
     assert errors[3, 0] + 300 == advantages[3, 0] + 300 == 200
 
 
 def test_the_last_step_of_each_unroll_is_learned_from():
+    """PPO-05."""
     chains = [ChainEnv(5, "endless", lambda s: float(s % 5 == 4)) for _ in range(3)]
     for advantages, errors in chain_unrolls(chains, lambda s: 0 * s, 5, 4, gamma=0.5):
         for trained in (advantages, errors):
@@ -320,7 +323,7 @@ def test_one_step_for_a_batch_is_one_for_each_rollout(rng, T, B, N, beta, second
 
 
 def test_popart_by_hand():
-    """mu, sigma from 0, 1 to 10, 5 with w = 2, b = 1: w = 0.4, b = -1.8, and v(3) stays 7."""
+    """mu, sigma from 0, 1 to 10, 5 with w = 2, b = 1: w = 0.4, b = -1.8, and v(3) stays 7 (PPO-13)."""
     layer = popart([[2.0]], [1.0], torch.float32, beta=1.0, second_moment="mean-sq")
     layer.update([[5.0], [15.0]], [0])
     assert (layer.mu.item(), layer.sigma.item()) == (10, 5)

@@ -48,13 +48,13 @@ def table(text):
 def test_cartpole_experiment(tmp_path):
     out = run("scripts/integrations/cleanrl_cartpole.py", "--num-seeds", 2, "--total-timesteps", 2048,
               "--eval-episodes", 20, "--out", tmp_path)  # fmt: skip
-    rows = table(out)
-    assert [row[:2] for row in rows] == [["expanding", "2"], ["full", "2"]]
-    for row in rows:
-        mean, low, high = (float(x) for x in row[2].replace("(", "").replace(")", "").replace("to", "").split())
-        assert 5 < low <= mean <= high < 450
-    assert "expanding seed 1: " in out and out.count("range 0.06") == 2 and out.count("range 0.30") == 2
-    assert (tmp_path / "table.md").read_text() in out
+    found = json.loads((tmp_path / "curves.json").read_text())
+    assert {arm: list(runs) for arm, runs in found.items()} == {"expanding": ["1", "2"], "full": ["1", "2"]}
+    for arm, runs in found.items():
+        for seed, lines in runs.items():
+            assert lines["steps"] == [1024, 2048] and 5 < lines["return"][-1] < 450
+            assert f"{arm} seed {seed}: {lines['return'][-1]:.1f}, range {lines['widest'][-1]:.2f}" in out
+    assert out.count("range 0.06") == 2 and out.count("range 0.30") == 2
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from algos import ppo, ppo_plr_minigrid
+from algos import ppo, ppo_plr_minigrid, ppo_vector
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -18,6 +18,15 @@ def test_ppo_learns_cartpole(seed, tmp_path):
     assert len(returns) == 20
     assert result["eval/return_mean"] == pytest.approx(sum(returns) / 20)
     assert result["eval/return_mean"] >= 475, returns
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ppo_vector_learns_a_choice_from_each_part_of_an_observation(seed, tmp_path):
+    """0.95 of 1: the three parts of a MultiDiscrete action are told by a picture, a number and a choice. By chance 4/9,
+    with one of them unseen at most 5/6."""
+    args = ppo_vector.Args(env_id="probe_envs:ManyActions-v0", num_envs=8, num_steps=16, total_timesteps=4_096,
+                           eval_interval=0, seed=seed, run_dir=tmp_path, progress="none")  # fmt: skip
+    assert ppo_vector.train(args)["eval/return_mean"] >= 0.95
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -24,10 +24,11 @@ def of(env_id):
 
 
 def makers(env_id, mode="easy"):
-    """What makes environments, given their number; the shape of what they show."""
+    """What makes environments, given their number; the shapes of what they show."""
     if env_id.startswith("MiniGrid"):
-        return partial(ppo_plr_minigrid.MiniGridLevels, env_id), ppo_plr_minigrid.env_spec(env_id)[0]
-    return partial(ppo_plr.ProcgenLevels, env_id, distribution_mode=mode), ppo_plr.ProcgenLevels.OBS_SHAPE
+        obs_shape = ppo_plr_minigrid.env_spec(env_id)[0]
+        return partial(ppo_plr_minigrid.MiniGridLevels, env_id), {"obs": obs_shape, "final_obs": obs_shape}
+    return partial(ppo_plr.ProcgenLevels, env_id, distribution_mode=mode), {"obs": ppo_plr.ProcgenLevels.OBS_SHAPE}
 
 
 class Run:
@@ -42,8 +43,8 @@ class Run:
         if waiting is not None:
             self.queue.load_state_dict(waiting)
         self.fill(tasks)
-        make, obs_shape = makers(env_id, mode)
-        self.envs = getattr(script, kind)(make, obs_shape, self.queue, range(num_envs), start_level, **options)
+        make, frames = makers(env_id, mode)
+        self.envs = getattr(script, kind)(make, frames, self.queue, range(num_envs), start_level, **options)
 
     def reset(self):
         self.envs.run("start")
@@ -95,7 +96,8 @@ def same(a, b):
 @pytest.mark.parametrize("game,mode", [("bigfish", "easy"), ("dodgeball", "easy"), ("maze", "hard"), ("chaser", "hard"),
                                        ("jumper", "easy"), ("starpilot", "hard")])  # fmt: skip
 def test_each_procgen_episode_is_the_first_of_a_fresh_game(game, mode):
-    """Frames, rewards, ends and success of 4 slots that switch levels at random, also across the whole seed range."""
+    """Frames, rewards, ends and success of 4 slots that switch levels at random, also across the whole seed range
+    (CUR-04)."""
     rng, slots = np.random.default_rng(3), ppo_plr.ProcgenLevels(game, 4, mode, cached_levels=3)
     level = [7, 7, 2**31 - 2, 123456789]
     for i in range(4):
@@ -125,6 +127,7 @@ def test_each_procgen_episode_is_the_first_of_a_fresh_game(game, mode):
 
 
 def test_five_tasks_then_one_twice():
+    """CUR-07."""
     slots = ppo_plr.ProcgenLevels("coinrun", 1)
     frames = []
     for level in (0, 1, 2, 3, 4, 3, 3):
@@ -350,6 +353,7 @@ def workers_of(run):
 
 @pytest.mark.parametrize("env_id,bad,text", [("bigfish", 2**31, "format requires"), (MINIGRID, -500, "[Ss]eed")])
 def test_error_in_a_worker(start, env_id, bad, text):
+    """SYN-08, USE-06."""
     run = start("WorkerEnvs", env_id, tasks=[0, 1, 2, bad], num_workers=2)
     pids = workers_of(run)
     with pytest.raises(SystemExit, match=f"(?s)Traceback.*environment 3, task {bad}: .*({text})"):
@@ -405,6 +409,7 @@ def test_workers_leave_the_signals_of_the_group_to_the_parent(start):
 
 
 def test_close_leaves_nothing():
+    """SYN-15."""
     counts = []
     for _ in range(4):
         run = Run("WorkerEnvs", MINIGRID, num_workers=2)
@@ -423,7 +428,7 @@ MAIN = """
             for k in range(1000):
                 queue.put_task(i, (k, 0))
         make_levels = partial(MiniGridLevels, "MiniGrid-Empty-5x5-v0")
-        envs = WorkerEnvs(make_levels, (7, 7, 3), queue, range(4), 0, num_workers=2)
+        envs = WorkerEnvs(make_levels, {"obs": (7, 7, 3), "final_obs": (7, 7, 3)}, queue, range(4), 0, num_workers=2)
         envs.run("start")
         print(*(process.pid for _, process, _ in envs.workers), flush=True)
         if sys.argv[1] == "raises":

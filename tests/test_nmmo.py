@@ -76,7 +76,8 @@ def test_seed_options_and_goal_are_passed_on(tmp_path):
         assert np.array_equal(first[agent]["Tile"], tiles) and not np.array_equal(other[agent]["Tile"], tiles)
 
 
-def test_twenty_resets_with_new_tasks_keep_no_predicate(tmp_path):  # SYN-14
+def test_twenty_resets_with_new_tasks_keep_no_predicate(tmp_path):
+    """SYN-14."""
     import gc
 
     from nmmo.task.predicate_api import Predicate

@@ -337,6 +337,7 @@ def test_weights_match_the_oracle(transform, temperature, coef):
 
 
 def test_rank_weights_by_hand():
+    """CUR-01."""
     curriculum = seen_plr([4, 1, 2, 0], temperature=0.5, staleness_coef=0.0)
     np.testing.assert_allclose(curriculum.sample_weights(), [0.7024, 0.0780, 0.1756, 0.0439], atol=5e-5)
     curriculum = seen_plr([4, 1, 2, 0], [0, 1, 2, 3], temperature=0.5, staleness_coef=0.1)
@@ -345,7 +346,7 @@ def test_rank_weights_by_hand():
 
 
 def test_ranks_sort_levels_of_any_shape_of_scores():
-    """The two lowest of [3, 1, 2, 0] are levels 3 and 1."""
+    """The two lowest of [3, 1, 2, 0] are levels 3 and 1 (CUR-03)."""
     weights = seen_plr([3, 1, 2, 0], temperature=1.0, staleness_coef=0.0).sample_weights()
     assert set(np.argsort(weights)[:2]) == {3, 1}
     with pytest.raises(ValueError, match=r"scores has shape \(4, 1\): must be \(4,\)"):
@@ -366,7 +367,7 @@ def test_ranks_are_among_seen_levels_and_equal_scores_share_the_mass_of_their_ra
 @pytest.mark.parametrize("coef", [0.0, 0.3])
 @pytest.mark.parametrize("transform", ["rank", "match_rank"])
 def test_200_levels_of_score_0_are_drawn_alike(transform, coef):
-    """Learnability before the first success: one of them had 89 % of the draws. Then one level stands out."""
+    """Learnability before the first success: one of them had 89 % of the draws. Then one level stands out (USE-10)."""
     options = {"score": "learnability", "score_transform": transform, "staleness_coef": coef, "seed": 1}
     curriculum = seen_plr(np.zeros(200), **options)
     np.testing.assert_allclose(curriculum.sample_weights(), 1 / 200, rtol=1e-12)
@@ -399,6 +400,7 @@ def test_all_unseen():
 
 @pytest.mark.parametrize("transform", ["power", "match"])
 def test_zero_score_mass_is_uniform_over_seen(transform):
+    """USE-10."""
     curriculum = put(
         PrioritizedLevelReplay(4, score="learnability", score_transform=transform, staleness_coef=0.2),
         scores=[0, 0, 0, 0],
@@ -451,6 +453,7 @@ def step_rollout(curriculum, rewards, values, dones, tasks=0, **extra):
 
 @pytest.mark.parametrize("score", SCORES)
 def test_one_step_episode_is_finite_and_seen(score):
+    """CUR-14."""
     curriculum = PrioritizedLevelReplay(2, score=score)
     step_rollout(curriculum, [3], [1, 9], [1, 1])
     expected = {"value_l1": 2, "gae": 2, "signed_value_loss": 2, "positive_value_loss": 2, "one_step_td_error": 2}
@@ -771,6 +774,7 @@ def test_bound_on_staleness_is_tight_after_misses_and_holds_for_a_newly_seen_lev
 
 
 def test_uniform_over_two_tasks_gets_no_env_stuck():
+    """CUR-10."""
     curriculum = PrioritizedLevelReplay(2, score="uniform", score_transform="constant", staleness_coef=0.0, seed=0)
     playing, played = curriculum.sample(4), [[] for _ in range(4)]
     for i in range(1000):
@@ -793,6 +797,7 @@ def test_unseen_levels_are_all_visited_before_replay():
 
 @pytest.mark.parametrize("rho", [0.0, 1.0])
 def test_robust_never_recurses_and_a_trainer_can_tell_unseen_draws(rho):
+    """CUR-12."""
     curriculum = PrioritizedLevelReplay(200, robust=True, rho=rho, seed=0)
     trained = []
     for _ in range(600):

@@ -138,6 +138,7 @@ def test_an_episode_that_is_over_without_an_end_is_forgotten():
 
 
 def test_robust_plr_trains_on_replayed_levels_alone_and_plays_the_new_ones_itself():
+    """CUR-12."""
     rng, played = np.random.default_rng(0), []
 
     def play(agent, task):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +14,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from numpy.random import SeedSequence
 from probe_envs import ChainEnv, EnvpoolLike, OddRewards, ShiftedChain
+from torch import nn
 
 from algos import ppo, ppo_vector
 
@@ -106,6 +109,7 @@ def test_gae_vectors(case):
 
 
 def test_gae_counts_the_bootstrap_once():
+    """PPO-06."""
     advantages, returns = ppo.gae([[1.0]] * 3, [[0.5]] * 3, [[0.5], [0.5], [2.0]], [[0]] * 3, [[0]] * 3, 0.9, 1.0)
     np.testing.assert_allclose(advantages[:, 0], [3.668, 3.02, 2.3], rtol=1e-12)
     np.testing.assert_allclose(returns, advantages + 0.5, rtol=1e-12)
@@ -148,7 +152,7 @@ def test_every_way_an_episode_ends_gives_the_same_advantages_in_every_mode(train
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_time_limit_is_not_a_death(train, mode):
-    """V = 10 is exact for a reward of 1 for ever under gamma 0.9, so nothing is surprising at the cut."""
+    """V = 10 is exact for a reward of 1 for ever under gamma 0.9, so nothing is surprising at the cut (PPO-01)."""
 
     def chains(n):
         return [ChainEnv(5, "truncated", lambda s: 1.0) for _ in range(n)]
@@ -159,7 +163,7 @@ def test_a_time_limit_is_not_a_death(train, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_bootstraps_from_the_last_observation(train, mode):
-    """150 would be the value before the last step, 0 that of the observation after the reset."""
+    """150 would be the value before the last step, 0 that of the observation after the reset (PPO-03)."""
 
     def chains(n):
         return [ChainEnv(4, "truncated", lambda s: 0.0) for _ in range(n)]
@@ -170,6 +174,8 @@ def test_bootstraps_from_the_last_observation(train, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_last_step_of_each_rollout_is_learned_from(train, mode):
+    """PPO-05."""
+
     def chains(n):
         return [ChainEnv(5, "endless" if n == 2 else "terminated", lambda s: float(s % 5 == 4)) for _ in range(n)]
 
@@ -192,6 +198,7 @@ def make_envs(mode, env_id, seeds):
 
 @pytest.mark.parametrize("mode", ["ppo", "sync", "async", "envpool"])
 def test_parallel_environments_differ_and_follow_their_seeds(mode, capsys):
+    """ENV-01."""
     rows = []
     for entropy in (1, 1, 2):
         envs = make_envs(mode, "CartPole-v1", seeds(8, entropy))
@@ -205,6 +212,7 @@ def test_parallel_environments_differ_and_follow_their_seeds(mode, capsys):
 
 
 def test_identical_environments_are_told(capsys):
+    """ENV-01."""
     vector("sync", [ChainEnv(), ChainEnv()]).reset()
     assert "all environments start from the same observation" in capsys.readouterr().err
 
@@ -227,7 +235,7 @@ def test_contract_of_step(mode):
 
 @pytest.mark.parametrize("mode", ["ppo", "sync", "async"])
 def test_an_environment_that_reuses_its_array_and_rewards_in_arrays(mode):
-    """Its last observation is not that of the reset, which went into the same array."""
+    """Its last observation is not that of the reset, which went into the same array (USE-01, USE-07)."""
     envs = vector(mode, [OddRewards(), OddRewards()])
     begin(envs)
     rows = [envs.step(np.zeros(2, np.int64)) for _ in range(6)]
@@ -279,7 +287,7 @@ def play(envs, steps, *sinks):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
 def test_episode_statistics(mode, end):
-    """Full return and length for all episodes, not only the first; nothing is carried over a time limit."""
+    """Full return and length for all episodes, not only the first; nothing is carried over a time limit (ENV-03)."""
     stats = ppo_vector.EpisodeStats(2)
     envs = vector(mode, [ChainEnv(3, end, lambda s: 1.0), ChainEnv(10, end, lambda s: 1.0)])
     play(envs, 30, stats.step)
@@ -309,6 +317,7 @@ def test_episode_statistics_survive_saving():
 @pytest.mark.parametrize("mode", VECTOR_MODES)
 @pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
 def test_reward_scaler_restarts_with_each_episode_and_counts_real_steps(mode, end):
+    """ENV-07, ENV-08."""
     scaler, firsts, running = ppo_vector.RewardScaler(2, 0.99), [], np.zeros(2, bool)
 
     def scale(reward, ended):
@@ -386,8 +395,8 @@ class NaNChain(ChainEnv):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", [0, 1, 3], ids=["first", "middle", "last"])
 def test_an_observation_that_is_not_finite_is_named(mode, bad):
-    """The last one too, from which a truncated episode is bootstrapped."""
-    with pytest.raises(script_of(mode).RunError, match=r"environment 1\b.*nan"), contextlib.ExitStack() as stack:
+    """The last one too, from which a truncated episode is bootstrapped (PPO-16)."""
+    with pytest.raises(SystemExit, match=r"environment 1\b.*nan"), contextlib.ExitStack() as stack:
         envs = stack.enter_context(contextlib.closing(vector(mode, [ChainEnv(), NaNChain(bad)])))
         begin(envs)
         for _ in range(3):
@@ -396,6 +405,7 @@ def test_an_observation_that_is_not_finite_is_named(mode, bad):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_actions_of_a_shifted_discrete_space(mode):
+    """ENV-10."""
     envs = vector(mode, [ShiftedChain(), ShiftedChain(), ShiftedChain()])
     assert envs.action_space.n == 3
     begin(envs)
@@ -426,7 +436,7 @@ def test_an_environment_process_that_does_not_answer_is_named(monkeypatch, numbe
     os.kill(process.pid, number)
     if number == signal.SIGKILL:
         process.join()
-    with pytest.raises(ppo_vector.RunError, match=f"environment 1 .process {process.pid}. {text}"):
+    with pytest.raises(SystemExit, match=f"environment 1 .process {process.pid}. {text}"):
         for _ in range(2):  # what it had sent before it died still counts
             envs.envs.step_wait() if when == "waiting" else envs.step(np.zeros(3, int))
             when = "idle"
@@ -437,10 +447,10 @@ def test_an_environment_process_that_does_not_answer_is_named(monkeypatch, numbe
 @pytest.mark.parametrize("mode", ["ppo", "sync"])
 def test_other_action_spaces_are_refused(mode):
     class Multi(ChainEnv):
-        action_space = gym.spaces.MultiDiscrete([2, 2])
+        action_space = gym.spaces.MultiDiscrete([2, 2]) if mode == "ppo" else gym.spaces.MultiBinary(2)
 
-    kinds = "Discrete, ppo_vector.py also Box" if mode == "ppo" else "Discrete or Box"
-    with pytest.raises(script_of(mode).RunError, match=f"MultiDiscrete.*this script takes {kinds}"):
+    kinds = "Discrete, ppo_vector.py also MultiDiscrete and Box" if mode == "ppo" else "Discrete, MultiDiscrete or Box"
+    with pytest.raises(SystemExit, match=f"actions Multi.*this script takes {kinds}"):
         vector(mode, [Multi()])
 
 
@@ -495,7 +505,7 @@ def test_a_time_limit_goes_on_after_restoring(mode):
 
 @pytest.mark.parametrize("mode", ["ppo", "sync"])
 def test_a_snapshot_of_a_long_episode_copies_one_array(mode):
-    """Not an object a step: every update takes one, and an episode can be longer than all updates."""
+    """Not an object a step: every update takes one, and an episode can be longer than all updates (USE-08)."""
     envs = vector(mode, [ChainEnv(end="endless", reward=float), ChainEnv(2)])
     begin(envs)
     for steps in (1, 500, 1000):
@@ -584,6 +594,54 @@ def test_continuous_policy():
     assert entropy == pytest.approx((np.log(std) + 0.5 * math.log(2 * math.pi * math.e)).sum(), rel=1e-5)
 
 
+def test_several_choices_at_once():
+    """MultiDiscrete: log-probability and entropy are sums over independent choices, by a numpy oracle."""
+    torch.manual_seed(0)
+    sizes = [2, 3]
+    agent, obs = ppo_vector.Agent((4,), sizes), torch.randn(1, 4).expand(20_000, 4)
+    for parameter in agent.policy[-1].parameters():
+        nn.init.normal_(parameter)
+    action, logprob, value = agent.act(obs, torch.Generator().manual_seed(1))
+    parts = np.split(agent(obs[:1])[0][0].detach().double().numpy(), [2])
+    probs = [np.exp(part) / np.exp(part).sum() for part in parts]
+    assert action.shape == (20_000, 2) and value.shape == (20_000,)
+    expected = sum(np.log(p)[column] for p, column in zip(probs, action.numpy().T))
+    np.testing.assert_allclose(logprob.numpy(), expected, rtol=1e-4, atol=1e-5)
+    for p, column in zip(probs, action.numpy().T):
+        np.testing.assert_allclose(np.bincount(column, minlength=len(p)) / len(column), p, atol=0.015)
+    assert agent.act(obs[:1])[0][0].tolist() == [p.argmax() for p in probs]
+    entropy = agent.distribution(agent(obs[:1])[0]).entropy().item()
+    assert entropy == pytest.approx(-sum((p * np.log(p)).sum() for p in probs), rel=1e-5)
+
+
+def test_a_picture_among_other_observations():
+    """The picture of a Dict comes first, scaled to [0, 1]; its features and the other numbers meet in one layer."""
+    env = ppo_vector.make_env("probe_envs:ManyActions-v0")
+    obs, _ = env.reset(seed=3)
+    grey, number, choice = env.unwrapped.answer
+    picture, others = np.split(obs, [1296])
+    assert (picture == np.float32(200 * grey / 255)).all() and others[3:] == [2 * number - 1]
+    assert others[:3].tolist() == np.eye(3)[choice].tolist() and obs.dtype == np.float32
+    with closing(ppo_vector.make_envs("probe_envs:ManyActions-v0", "async", SeedSequence(1).spawn(2))) as envs:
+        assert (envs.obs_shape, envs.image_shape, envs.num_actions) == ((1300,), (36, 36, 1), [2, 2, 3])
+        rows = torch.as_tensor(envs.reset())
+        final = envs.step(np.zeros((2, 3), int))[4]["final_obs"]
+        assert final.shape == (2, 1300)
+    agent = ppo_vector.Agent(envs.obs_shape, envs.num_actions, False, envs.image_shape)
+    joint, *rest = agent.value
+    image = rows[:, :1296].reshape(2, 36, 36, 1).permute(0, 3, 1, 2)
+    expected = nn.Sequential(*rest)(torch.cat([joint.convs(image), rows[:, 1296:]], 1)).squeeze(1)
+    torch.testing.assert_close(agent(rows)[1], expected)
+
+
+def test_minigrids_mission_is_read_word_by_word():
+    env = ppo_vector.make_env("minigrid:MiniGrid-Fetch-5x5-N2-v0")
+    first, _ = env.reset(seed=0)
+    others = [env.reset(seed=seed)[0] for seed in range(1, 9)]
+    assert first.shape == env.observation_space.shape == (147 + 4 + 50 * 52,) and env.unwrapped.mission
+    assert len({obs[151:].tobytes() for obs in [first, *others]}) > 3, "missions differ, and so do their words"
+
+
 def loss_oracle(logprob, entropy, value, old_logprob, old_value, advantage, returns, eps, clip_vloss, ent, vf):
     """The loss sample by sample, in plain numbers."""
     policy, errors, kl, clipped = [], [], [], []
@@ -630,6 +688,7 @@ def test_a_ratio_beyond_float32_has_the_gradient_of_a_clipped_one():
 
 
 def test_explained_variance():
+    """PPO-10."""
     rng = np.random.default_rng(0)
     returns = rng.normal(size=100)
     assert ppo.explained_variance(returns, returns) == 1
@@ -642,7 +701,7 @@ def test_explained_variance():
 
 @pytest.mark.parametrize("mode", ["ppo", "sync"])
 def test_nothing_to_learn_leaves_the_weights_finite(mode, train, tmp_path):
-    """Every reward and value is 0, so all advantages and their deviation are."""
+    """Every reward and value is 0, so all advantages and their deviation are (PPO-09)."""
     options = {"num_envs": 2, "num_minibatches": 2, "norm_adv": True} | (
         {"norm_reward": True} if mode == "sync" else {}
     )
@@ -683,6 +742,7 @@ def test_evaluation_counts_the_first_episode_of_each_environment(monkeypatch, mo
 
 @pytest.mark.parametrize("mode", ["ppo", "sync", "envpool"])
 def test_evaluation_depends_on_its_seed_alone_and_touches_nothing(mode):
+    """ENV-09."""
     script, norm = script_of(mode), ppo_vector.RunningMeanStd(shape=(4,))
     agent = script.Agent((4,), 2)
     norm.update(np.random.default_rng(0).normal(size=(50, 4)))
@@ -705,7 +765,7 @@ def test_evaluation_depends_on_its_seed_alone_and_touches_nothing(mode):
 
 @SCRIPTS
 def test_an_evaluation_without_a_time_limit_ends_and_says_so(script, capsys):
-    """A greedy policy walks against the edge of CliffWalking for ever; `check` is asked all the way."""
+    """A greedy policy walks against the edge of CliffWalking for ever; `check` is asked all the way (USE-02)."""
     args, agent, asked = script.Args(env_id="CliffWalking-v1", eval_episodes=3, eval_max_steps=50), None, []
     agent = script.Agent((48,), 4)
     agent.policy[-1].bias.data[0] = 99  # up, where the wall is

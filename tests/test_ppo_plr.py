@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -34,21 +35,20 @@ def test_pieces_add_up_to_the_minibatch_gradient_and_threads_change_no_bit(netwo
     agent = ppo_plr.Agent((64, 64, 3), 15, network)
     flat, rows = batch(48), np.random.default_rng(0).permutation(48)[:40]
     picked = {name: tensor[rows] for name, tensor in flat.items()}
-    new = agent.evaluate_actions(picked.pop("obs"), picked.pop("actions"))
+    logits, value = agent(picked.pop("obs"))
+    policy = torch.distributions.Categorical(logits=logits)
+    new = policy.log_prob(picked.pop("actions")), policy.entropy(), value
     loss, parts = ppo_plr.ppo_loss(*new, *picked.values(), *COEFS)
     loss.backward()
     whole = gradient(agent).clone()
 
     found = []
     for threads in (1, 2, 3):
-        pieces = ppo_plr.Pieces(agent, 7, threads)
-        summed = pieces.gradients(flat, rows, COEFS)
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            summed = ppo_plr.gradients(agent, pool, 7, flat, rows, COEFS)
         found.append(gradient(agent).clone())
         assert (found[-1] - whole).abs().max() < 2e-5 * whole.abs().max()
         assert all(summed[name].item() == pytest.approx(parts[name].item(), abs=1e-5) for name in parts)
-        logits, value = pieces.forward(flat["obs"])
-        torch.testing.assert_close(logits, agent(flat["obs"])[0].detach(), atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(value, agent(flat["obs"])[1].detach(), atol=1e-5, rtol=1e-4)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -68,14 +68,12 @@ def test_act_samples_from_the_policy_and_reports_its_log_probability():
     agent = ppo_plr.Agent((64, 64, 3), 4, "nature")
     with torch.no_grad():
         agent.policy.bias += torch.tensor([0.0, 1.0, -1.0, 0.5])
-    obs = batch(1)["obs"].expand(4000, -1, -1, -1)[:4000]
+        obs = batch(1)["obs"].expand(4000, -1, -1, -1)[:4000]
+        one = agent(obs[:1])  # one image: the network need not see it 4,000 times
     generator = torch.Generator().manual_seed(1)
-
-    def forward(obs):  # one image: the network need not see it 4,000 times
-        logits, value = agent(obs[:1])
-        return logits.expand(len(obs), -1), value.expand(len(obs))
-
-    actions, logprobs, _, logits = agent.act(obs, generator, forward)
+    agent.forward = lambda obs: (one[0].expand(len(obs), -1), one[1].expand(len(obs)))
+    actions, logprobs, _, logits = agent.act(obs, generator)
+    del agent.forward
     p = np.exp(logits[0].numpy() - np.log(np.exp(logits[0].numpy()).sum()))
     frequencies = np.bincount(actions.numpy(), minlength=4) / 4000
     assert np.abs(frequencies - p).max() < 4 * math.sqrt(0.25 / 4000)
@@ -129,9 +127,9 @@ def test_dealer_resumes_to_the_same_tasks():
         dealer.deal(env_id)
     dealer.queue.put_episode(0, dealer.queue.get_task(0), 0.5, 3, 0.0)
     dealer.collect()
-    state = ppo_plr.pack(dealer.state_dict())
     other = make_dealer(2, seed=99, curriculum="robust_plr")
-    other.load_state_dict(state)
+    for part, resumed in ((dealer, other), (dealer.queue, other.queue), (dealer.plr, other.plr)):
+        resumed.load_state_dict(ppo_plr.pack(part.state_dict()))
     tasks = []
     for d in (dealer, other):
         played = []
@@ -145,25 +143,38 @@ def test_dealer_resumes_to_the_same_tasks():
 
 
 class FakeRun:
-    write_rows, log_eval = (lambda *_: None), ppo_plr.RunLogger.log_eval
+    check_signals, log_eval = (lambda self: None), ppo_plr.RunLogger.log_eval
+
+    def __init__(self):
+        self.rows = []
+
+    def write_rows(self, name, step, rows):
+        assert (name, step) == ("eval.jsonl", 7)
+        self.rows += rows
+
+
+def evaluate(agent, args, game, episodes):
+    """The rows of an evaluation, and its means."""
+    run = FakeRun()
+    means = ppo_plr.evaluate(run, 7, agent, args, partial(ppo_plr.ProcgenLevels, game), episodes)
+    return run.rows, means
 
 
 def test_evaluation_levels_are_disjoint_from_training_and_the_same_each_time():
+    """CUR-13."""
     args = ppo_plr.Args(env_id="bigfish", network="nature", num_levels=30, start_level=100, num_minibatches=8)
     torch.manual_seed(0)
     agent = ppo_plr.Agent((64, 64, 3), 15, "nature")
     with torch.no_grad():  # a policy that swims down: short episodes
         agent.policy.bias[3] += 50
     before = torch.get_rng_state()
-    make_levels = partial(ppo_plr.ProcgenLevels, "bigfish")
-    rows = ppo_plr.evaluate(agent, args, make_levels, 5)
+    rows, summary = evaluate(agent, args, "bigfish", 5)
     assert torch.equal(torch.get_rng_state(), before)
-    assert rows == ppo_plr.evaluate(agent, args, make_levels, 5)
+    assert (rows, summary) == evaluate(agent, args, "bigfish", 5)
     training = set(range(100, 130))
     assert not {row["level"] for row in rows if row["split"] == "eval"} & training
     assert {row["level"] for row in rows if row["split"] == "eval_train"} <= training
     assert [row["split"] for row in rows].count("eval") == [row["split"] for row in rows].count("eval_train") == 5
-    summary = ppo_plr.log_evaluation(FakeRun(), 0, rows)
     mean = np.mean([row["return"] for row in rows if row["split"] == "eval"])
     assert summary["eval/return_mean"] == pytest.approx(mean)
     assert summary["eval/generalization_gap"] == pytest.approx(summary["eval_train/return_mean"] - mean)
@@ -171,10 +182,10 @@ def test_evaluation_levels_are_disjoint_from_training_and_the_same_each_time():
 
 def test_evaluation_does_not_list_two_billion_levels():
     args = ppo_plr.Args(env_id="bigfish", curriculum="dr", num_levels=2_000_000_000, start_level=7)
-    agent, make_levels = ppo_plr.Agent((64, 64, 3), 15, "nature"), partial(ppo_plr.ProcgenLevels, "bigfish")
+    agent = ppo_plr.Agent((64, 64, 3), 15, "nature")
     with torch.no_grad():
         agent.policy.bias[3] += 50
-    levels = [row["level"] for row in ppo_plr.evaluate(agent, args, make_levels, 4) if row["split"] == "eval_train"]
+    levels = [row["level"] for row in evaluate(agent, args, "bigfish", 4)[0] if row["split"] == "eval_train"]
     assert len(set(levels)) == 4 and all(7 <= level < 2_000_000_007 for level in levels)
 
 

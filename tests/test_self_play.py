@@ -76,7 +76,8 @@ def test_a_large_power_leaves_the_hardest_the_mass(power):
     np.testing.assert_allclose(pfsp_distribution([0.99999, 0.99998, 1.0], "hard", 2.0), [0.2, 0.8, 0], rtol=1e-9)
 
 
-def test_win_rates_of_the_vectors_from_both_seats():  # also SP-04
+def test_win_rates_of_the_vectors_from_both_seats():
+    """SP-04."""
     seats = {name: league(n=2) for name in "ABC"}  # each one's opponents: the other two
     place = {"AB": 0, "AC": 1, "BA": 0, "BC": 1, "CA": 0, "CB": 1}
     payoff = VECTORS["payoff"]
@@ -112,7 +113,8 @@ def test_elo_of_the_vectors():
     assert newest == 2 and curriculum.metrics()["rating"] == 1016
 
 
-def test_unplayed_opponents_count_as_even_and_all_are_real():  # SP-02
+def test_unplayed_opponents_count_as_even_and_all_are_real():
+    """SP-02."""
     for weighting in WEIGHTINGS:
         curriculum = league(weighting=weighting)
         assert curriculum.win_rates().tolist() == [0.5] * 3
@@ -190,7 +192,8 @@ def test_torch_modules_are_copied_without_gradients(kind):
     assert torch.equal(opponent[2].bias, net[2].bias) and opponent[2].bias.data_ptr() != net[2].bias.data_ptr()
 
 
-def test_the_oldest_is_evicted_and_named():  # SP-06
+def test_the_oldest_is_evicted_and_named():
+    """SP-06."""
     curriculum = league(FictitiousSelfPlay, 10, capacity=3)
     assert curriculum.opponents == [7, 8, 9] and curriculum.num_tasks == len(curriculum._records) == 3
     assert [curriculum.get_opponent(i).tolist() for i in (7, 8, 9)] == [[7], [8], [9]]
@@ -252,7 +255,8 @@ def test_draws_are_seeded_one_call_a_sample_and_updates_draw_nothing(kind):
 @pytest.mark.parametrize("saved", [lambda state: state, lambda state: through_a_file(state)], ids=["as it is", "file"])
 @pytest.mark.parametrize("agent", ["array", "module", "dict"])
 @pytest.mark.parametrize("kind", ALL)
-def test_state_restores_the_league_exactly(kind, agent, saved):  # SP-05, SP-07
+def test_state_restores_the_league_exactly(kind, agent, saved):
+    """SP-05, SP-07."""
     rng = np.random.default_rng(3)
 
     def make():

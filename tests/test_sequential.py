@@ -149,7 +149,8 @@ def test_grammar():
     ]
 
 
-def test_one_lucky_episode_is_no_mean():  # CUR-09
+def test_one_lucky_episode_is_no_mean():
+    """CUR-09."""
     curriculum = stages(["episode_return>=.8", "episode_return>=.8"], return_buffer_size=20)
     assert play(curriculum, [(i % 2, 10) for i in range(1, 200)]) == [0] * 199
     assert play(curriculum, [(1, 10)] * 20) == [0] * 10 + [1] * 10  # from 16 ones of 20 on
@@ -321,8 +322,9 @@ def test_a_lone_environment_plays_the_newest_draw_and_may_play_it_again():
     assert again.metrics()["stage"] == 1
 
 
-def test_stage_never_goes_back_with_environments_of_different_speed():  # CUR-08
-    """After a switch each environment ends at most the one episode that was under way; draws are of the new stage."""
+def test_stage_never_goes_back_with_environments_of_different_speed():
+    """After a switch each environment ends at most the one episode that was under way; draws are of the new stage
+    (CUR-08)."""
     rng = np.random.default_rng(0)
     entries = [[0, 1, 2], [2, 3, 4], [4, 5, 0]]
     curriculum = SequentialCurriculum(entries, ["episodes>=20", "steps>=300"], 6, seed=1)

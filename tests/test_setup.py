@@ -1,6 +1,7 @@
 """scripts/run and the set-up of .venv, in a copy of the tree whose .venv/bin/python only notes how it is called."""
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -213,6 +214,25 @@ def test_a_dead_environment_is_made_anew(tree):
     code, _, err = tree.run("hello.py", env=os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"})
     assert (code, err.splitlines()[0]) == (0, f"set-up: making .venv with {tools}/python3.11")
     assert tree.calls() == ["-m venv .venv", *CORE, "hello.py"]
+
+
+def test_a_newer_python_does_without_procgen(tree):
+    """3.13, for which there is no wheel: all else is installed, and one line says what is not."""
+    newer = FAKE_PYTHON.format(log=tree.log, root=tree.root) + '[[ $* != *"version_info >= (3, 13)"* ]]\n'
+    tree.executable(tree.root / ".venv/bin/python", newer)
+    code, _, err = tree.run("hello.py")
+    assert code == 0 and tree.calls() == [*CORE[:2], "hello.py"]
+    (line,) = [line for line in err.splitlines() if "3/3" in line]
+    assert "left out: Procgen has no wheel for Python 3.13" in line and "ppo_plr.py" in line
+    assert tree.run("hello.py")[0] == 0 and tree.calls() == ["hello.py"], "and this once"
+
+
+@pytest.mark.parametrize("version,fits", [((3, 10), 1), ((3, 11), 0), ((3, 12), 0), ((3, 13), 0), ((3, 14), 1)])
+def test_the_versions_of_python_that_fit(version, fits):
+    text = (ROOT / "scripts/setup.sh").read_text()
+    (check,) = re.findall("^fits='import sys; (.*)'$", text, re.M)
+    code = f"import sys; sys.version_info = {(*version, 0)}; {check}"
+    assert subprocess.run(["python3", "-c", code]).returncode == fits
 
 
 def test_the_tests_bring_every_extra(tree):

@@ -39,6 +39,7 @@ class Logged(SequentialCurriculum):
 
 @pytest.mark.parametrize("buffer_size", [1, 2])
 def test_stages_never_go_back_and_few_old_episodes_follow_a_switch(buffer_size):
+    """CUR-08."""
     space = TaskSpace(3)
     stages = Logged([[0], [1], [2]], ["episodes>=40", "episodes>=40"], space, seed=1)
     stages.log = []

@@ -29,6 +29,8 @@ TWO_UPDATES = {  # arguments with which a script makes exactly two updates
     "--num-steps 8 --log-interval 1 --eval-episodes 1 --eval-max-steps 20 --total-timesteps 32",
     "impala_popart_procgen.py": "--env-id bigfish --network nature --num-actors 1 --envs-per-actor 2 "
     "--batch-rollouts 2 --num-steps 8 --log-interval 1 --eval-episodes 1 --eval-max-steps 20 --total-timesteps 32",
+    "onpolicy_choices.py": "--env-id InvertedPendulum-v4 --num-envs 2 --iteration-size 32 --minibatch-size 16 "
+    "--update-epochs 1 --eval-episodes 2 --total-timesteps 64",
     "ppo.py": "--env-id CartPole-v1 --num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 "
     "--total-timesteps 64",
     "ppo_vector.py": "--env-id CartPole-v1 --num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 "

@@ -358,7 +358,9 @@ def test_waiting_tasks_are_saved_and_restored_in_order():
     SyncQueue(3, task_shape=(2,)).load_state_dict(empty)
 
 
-def test_builds_and_closes_leave_no_child_and_no_descriptor():  # SYN-15
+def test_builds_and_closes_leave_no_child_and_no_descriptor():
+    """SYN-15."""
+
     def build():
         queue = SyncQueue(4)
         workers = [start("fork", play, queue, range(i, 4, 2), 3) for i in range(2)]

@@ -381,6 +381,8 @@ def test_after_a_completed_task_the_agent_sees_and_reports_the_new_goal():
 
 
 def test_an_agent_that_is_gone_is_reported_for_the_task_that_it_played():
+    """SP-10."""
+
     class HalfPair(PettingZooTaskWrapper):
         def _task_completion(self, *outcome):
             return float(self.env.t % 2 == 0)
@@ -1362,6 +1364,7 @@ def test_environments_of_different_numbers_of_agents_cannot_share_a_curriculum()
 
 
 def test_what_travels_does_not_grow_with_environments_or_history():
+    """SYN-12."""
     sizes = set()
     for num_envs in (2, 32):
         with make_multiprocessing_curriculum(Book(), start=False, max_envs=num_envs) as curriculum:
@@ -1375,6 +1378,7 @@ def test_what_travels_does_not_grow_with_environments_or_history():
 
 
 def test_resets_leak_no_memory_and_closing_leaves_no_descriptor():
+    """SYN-14, SYN-15."""
     rss = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # noqa: E731
     counts = []
     for _ in range(10):

@@ -321,6 +321,7 @@ def test_sum_tree_is_exact_and_never_returns_a_leaf_of_priority_0():
 
 
 def test_rpl_02_the_successor_at_a_truncation_is_the_true_one():
+    """RPL-02."""
     replay = make(10, T=4)
     fill(replay, 4)
     replay.add([0], [[0, 0]], [0], [[0, 0]], [[0, 1]], [[0, 0]], [[0, 0]], [False], [False])  # the reset observation
@@ -330,6 +331,7 @@ def test_rpl_02_the_successor_at_a_truncation_is_the_true_one():
 
 
 def test_rpl_03_stacks_across_the_write_head():
+    """RPL-03."""
     replay = make(8, shape=(4,), T=8, continuing=True)
     stack = lambda t: np.maximum(np.arange(t - 3, t + 1), 0)  # noqa: E731
     for t in range(20):
@@ -340,6 +342,7 @@ def test_rpl_03_stacks_across_the_write_head():
 
 
 def test_rpl_04_05_nothing_past_the_end():
+    """RPL-04, RPL-05."""
     replay = make(100)
     fill(replay, 5)
     for _ in range(100):
@@ -358,6 +361,7 @@ def test_rpl_04_05_nothing_past_the_end():
 
 
 def test_rpl_08_new_transitions_get_the_current_maximum():
+    """RPL-08."""
     replay = make(10, kind="per", eps=0.01, T=10)
     fill(replay, 3)
     assert (replay.tree.maxima[0][:3] == 1).all()  # nothing is known yet
@@ -373,6 +377,7 @@ def test_rpl_08_new_transitions_get_the_current_maximum():
 
 
 def test_rpl_09_10_borders_of_the_tree():
+    """RPL-09, RPL-10."""
     for alpha in (1.0, 0.5):
         tree = taper.SumTree(3, alpha)
         tree.set(np.arange(3), np.array([10.0, 5.0, 2.0]) ** (1 / alpha))
@@ -386,6 +391,7 @@ def test_rpl_09_10_borders_of_the_tree():
 
 
 def test_rpl_11_priorities_do_not_depend_on_importance_weights():
+    """RPL-11."""
     found = []
     for is_beta in (0.0, 1.0):
         replay = make(20, kind="per", alpha=0.6)
@@ -400,6 +406,7 @@ def test_rpl_11_priorities_do_not_depend_on_importance_weights():
 
 
 def test_rpl_13_types_and_memory():
+    """RPL-13."""
     fields = np.dtype([("img", np.uint8, (4, 4, 3)), ("vec", np.float64, (3,))])
     replay = make(50, shape=(), dtype=fields, T=5, num_tasks=3, action_shape=(2,), action_dtype=np.float32)
     obs = np.zeros(61, fields)
@@ -464,6 +471,7 @@ def test_a_disk_that_fills_up_while_files_grow(tmp_path):
 
 
 def test_rpl_14_and_other_bad_input():
+    """RPL-14."""
     good = {"envs": [0, 1], "obs": [[0, 0], [1, 0]], "action": [0, 0], "reward": np.zeros((2, 3)),
             "next_obs": [[0, 1], [1, 1]], "beta": np.zeros((2, 3)), "next_beta": np.zeros((2, 3)),
             "terminated": [False, False], "truncated": [False, False]}  # fmt: skip
@@ -656,6 +664,7 @@ def assert_same(a, b):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_files", [False, True])
 def test_ckp_06_07_restored_to_the_bit(tmp_path, kind, in_files):
+    """CKP-06, CKP-07."""
     folder = tmp_path / "replay" if in_files else None
     options = {"capacity": 150, "num_envs": 4, "T": 20, "kind": kind, "alpha": 0.1}
     straight, world = make(**options, slack=90), World(4, 2, 20, seed=5, slow=(3,))

@@ -228,7 +228,8 @@ def test_cartpole_starts_in_the_range():
     assert env.step(0)[4]["task_completion"] == 1 / 8
 
 
-def test_cartpole_and_reinit_leak_nothing():  # SYN-14
+def test_cartpole_and_reinit_leak_nothing():
+    """SYN-14."""
     assert growth(CartPoleTaskWrapper(gym.make("CartPole-v1")), [(-0.1, 0.1), (0.0, 0.2), (-0.3, 0.3)]) < 10e6
     envs = ReinitTaskWrapper(Walk(), lambda task: gym.make("CartPole-v1"), DiscreteTaskSpace(4))
     envs._first = gym.make("CartPole-v1")
@@ -279,10 +280,11 @@ def play(env, actions):
 
 @pytest.mark.parametrize("game", ["coinrun", "maze"])
 def test_procgen_plays_the_exact_level(game):
+    """CUR-07."""
     env, slots = ProcgenTaskWrapper(game, DiscreteTaskSpace(300)), ProcgenLevels(game, 1)
     actions = np.random.default_rng(1).integers(15, size=300)
     first_frames = {}
-    for level in (7, 250, 7, 0):  # CUR-07
+    for level in (7, 250, 7, 0):
         obs, info = env.reset(new_task=level, seed=3)
         slots.set_level(0, level)
         assert info["task"] == level and np.array_equal(obs, slots.obs[0]) and env.observation_space.contains(obs)
@@ -457,7 +459,8 @@ def test_nethack_wraps_the_seven_only(nle_tasks):
         NetHackTaskWrapper(seeds=[])
 
 
-def test_nethack_leaks_nothing(nle_tasks):  # SYN-14: nle#337
+def test_nethack_leaks_nothing(nle_tasks):
+    """SYN-14."""
     env = NetHackTaskWrapper()
     assert growth(env, list(NetHackTaskWrapper.TASKS), resets=200) < 10e6
     env.close()

@@ -1,7 +1,8 @@
 """What self-play does in games with an exact NashConv, from a suite of algos/appo_pfsp.py: the paths of the policies of
 rock-paper-scissors and of their average, and each game's NashConv over the steps, of the average and the newest policy.
+The numbers of the picture stand beside it, in equilibrium.json.
 
-    scripts/run --extra benchmark benchmark/run.py collect pfsp_small
+    scripts/run --extra benchmark benchmark/run.py report pfsp_small
     scripts/run --extra benchmark benchmark/figures/pfsp_figures.py pfsp_small    # figures/equilibrium.* there
 """
 
@@ -23,9 +24,11 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmark.runner.figures import SETTINGS, WIDTH, named, save, styles  # noqa: E402
+from benchmark.runner.study import plain, rounded  # noqa: E402
 from benchmark.runner.suite import RESULTS  # noqa: E402
 
 CORNERS = np.array([[0.5, 0.75**0.5], [0, 0], [1, 0]])  # rock, paper, scissors; the middle is the mean
+KEYS = {"newest": "eval/nash_conv", "average": "eval/nash_conv_average"}
 EQUILIBRIA = {"rps": [1 / 3, 1 / 3, 1 / 3], "biased_rps": [1 / 4, 1 / 2, 1 / 4]}
 
 
@@ -51,9 +54,27 @@ def league_policies(run):
     return np.concatenate([policy(*first) for policy in snapshots])
 
 
-def draw_path(axis, policies, equilibrium, style):
+def gather(runs, metrics, games, algorithms, seed):
+    """The picture's numbers. paths: matrix game -> algorithm -> policies of its snapshots and their average so far, of
+    one seed; curves: game -> algorithm -> steps, and NashConv of the average and of the newest policy by seed."""
+    paths, curves = {game: {} for game in games if game in EQUILIBRIA}, {game: {} for game in games}
+    for (game, name), path in runs.items():
+        policies = league_policies(Path(path)).astype(float)
+        average = policies.cumsum(0) / np.arange(1, len(policies) + 1)[:, None]
+        paths[game][name] = {"newest": policies.round(6).tolist(), "average": average.round(6).tolist()}
+    for game in games:
+        for name in algorithms:
+            rows = metrics[(metrics["env_id"] == game) & (metrics["algorithm"] == name)]
+            tables = [rows[rows["key"] == key].pivot_table(index="global_step", columns="seed", values="value")
+                      for key in KEYS.values()]  # fmt: skip
+            lines = [{str(run): plain(map(rounded, table[run])) for run in table} for table in tables]
+            curves[game][name] = {"steps": tables[0].index.tolist()} | dict(zip(KEYS, lines))
+    return {"seed": seed, "algorithms": algorithms, "paths": paths, "curves": curves}
+
+
+def draw_path(axis, path, equilibrium, style):
     """In the triangle of mixed strategies: the snapshots one after the other, and the average of all up to each."""
-    newest, average = policies @ CORNERS, (policies.cumsum(0) / np.arange(1, len(policies) + 1)[:, None]) @ CORNERS
+    newest, average = (np.array(path[kind]) @ CORNERS for kind in KEYS)
     axis.plot(*CORNERS[[0, 1, 2, 0]].T, color="black", linewidth=0.8)
     axis.plot(*newest.T, linewidth=0.5, alpha=0.6, **style)
     axis.plot(*average.T, color="black", linewidth=1.2)
@@ -63,18 +84,45 @@ def draw_path(axis, policies, equilibrium, style):
     axis.set_aspect("equal")
 
 
-def draw_curves(axis, metrics, algorithms, looks):
+def draw_curves(axis, curves, looks):
     """NashConv over steps: of the league's average, every run (thin) and the mean over seeds; mean of the newest's."""
-    for name in algorithms:
-        for key, dashes in (("eval/nash_conv_average", "-"), ("eval/nash_conv", ":")):
-            rows = metrics[(metrics["key"] == key) & (metrics["algorithm"] == name)]
-            table = rows.pivot_table(index="global_step", columns="seed", values="value")
-            look = looks[name] | {"linestyle": dashes}
-            if key == "eval/nash_conv_average":
-                axis.plot(table.index / 1e3, table, alpha=0.3, linewidth=0.6, **look)
-            label = f"{named(name)}, {'average' if dashes == '-' else 'newest'}"
-            axis.plot(table.index / 1e3, table.mean(axis=1), label=label, **look)
+    for name, curve in curves.items():
+        steps = np.array(curve["steps"]) / 1e3
+        for kind, dashes in (("average", "-"), ("newest", ":")):
+            runs, look = np.array(list(curve[kind].values()), float), looks[name] | {"linestyle": dashes}
+            if not len(runs):
+                continue
+            if kind == "average":
+                axis.plot(steps, runs.T, alpha=0.3, linewidth=0.6, **look)
+            axis.plot(steps, runs.mean(0), label=f"{named(name)}, {kind}", **look)
     axis.set(yscale="log", xlabel="thousand steps")
+
+
+def draw(data):
+    paths, curves, looks = data["paths"], data["curves"], styles(data)
+    heights = [1.6] * bool(paths) + [2.8]
+    figure = Figure((WIDTH, sum(heights)), layout="constrained")
+    *above, below = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part in above:
+        axes = part.subplots(1, len(paths) * len(looks), squeeze=False)[0]
+        for axis, (game, name) in zip(axes, product(paths, looks)):
+            axis.set_title(f"{game}\n{name}")
+            axis.set_axis_off()
+            if name in paths[game]:
+                draw_path(axis, paths[game][name], EQUILIBRIA[game], looks[name])
+    axes = below.subplots(1, len(curves), squeeze=False)[0]
+    for axis, (game, of) in zip(axes, curves.items()):
+        draw_curves(axis, of, looks)
+        axis.set_title(game)
+    axes[0].set_ylabel("NashConv")
+    below.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def remake(folder):
+    """Draws equilibrium.json in the folder of a report's figures."""
+    with matplotlib.rc_context(SETTINGS | {"text.parse_math": True}):  # the labels of a logarithmic axis
+        save(draw(json.loads((folder / "equilibrium.json").read_text())), folder / "equilibrium")
 
 
 def main(args):
@@ -83,37 +131,21 @@ def main(args):
         raise SystemExit(f"error: no tables in {folder}: run benchmark/run.py collect {args.suite}")
     runs, metrics = pd.read_parquet(folder / "runs.parquet"), pd.read_parquet(folder / "metrics.parquet")
     metrics = metrics.astype({name: str for name in ("key", "algorithm", "env_id")}).dropna(subset="value")
-    metrics = metrics[metrics["key"].isin(("eval/nash_conv", "eval/nash_conv_average"))]
+    metrics = metrics[metrics["key"].isin(KEYS.values())]
     if metrics.empty:
         raise SystemExit(f"error: {folder} holds no eval/nash_conv: is it a suite of appo_pfsp.py with exact games?")
     algorithms, games = list(runs["algorithm"].drop_duplicates()), list(runs["env_id"].drop_duplicates())  # its order
-    looks, matrix = styles({"algorithms": algorithms}), [game for game in games if game in EQUILIBRIA]
-    done = runs[(runs["state"] == "done") & (runs["seed"] == args.seed) & runs["env_id"].isin(matrix)]
+    done = runs[(runs["state"] == "done") & (runs["seed"] == args.seed) & runs["env_id"].isin(EQUILIBRIA)]
     done = done.set_index(["env_id", "algorithm"])["path"]
     for path in done:
         if not Path(path).resolve().is_relative_to(folder.resolve()):
             raise SystemExit(f"error: {folder / 'runs.parquet'} names a run outside of it, {path}: its code is not run")
     if len(done):
         print(f"note: runs the code.py of {len(done)} runs in {folder}, as {done.iloc[0]}", file=sys.stderr)
-    heights = [1.6] * bool(matrix) + [2.8]
-    with matplotlib.rc_context(SETTINGS):
-        figure = Figure((WIDTH, sum(heights)), layout="constrained")
-        *above, below = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for part in above:
-            axes = part.subplots(1, len(matrix) * len(algorithms), squeeze=False)[0]
-            for axis, (game, name) in zip(axes, product(matrix, algorithms)):
-                axis.set_title(f"{game}\n{name}")
-                axis.set_axis_off()
-                if (game, name) in done:
-                    draw_path(axis, league_policies(Path(done[game, name])), EQUILIBRIA[game], looks[name])
-        axes = below.subplots(1, len(games), squeeze=False)[0]
-        for axis, game in zip(axes, games):
-            draw_curves(axis, metrics[metrics["env_id"] == game], algorithms, looks)
-            axis.set_title(game)
-        axes[0].set_ylabel("NashConv")
-        below.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-        (folder / "figures").mkdir(exist_ok=True)
-        save(figure, folder / "figures" / "equilibrium")
+    data = gather(done, metrics, games, algorithms, args.seed)
+    (folder / "figures").mkdir(exist_ok=True)
+    (folder / "figures" / "equilibrium.json").write_text(json.dumps(data, allow_nan=False))
+    remake(folder / "figures")
 
 
 if __name__ == "__main__":

@@ -71,13 +71,14 @@ def submit_slurm(text, folder):
     return subprocess.run(["sbatch", folder / "logs" / "slurm.sh"]).returncode
 
 
-def ray_task(run, path, folder, seen):
-    """One run, on a node of the cluster, in the main thread of a Ray worker."""
+def ray_task(stack, path, folder, seen):
+    """A stack of runs, on a node of the cluster, in the main thread of a Ray worker."""
     if not Path(folder, "suite.toml").exists():
         raise RuntimeError(f"{HOST} does not see {folder}: the results folder must be shared by all nodes")
     stop = execute.Stop()
     signal.signal(signal.SIGINT, stop)  # how ray.cancel arrives
-    return execute.run_one(suite.Run(**run), suite.load(path), Path(folder), seen, stop=stop)
+    stack["runs"] = tuple(suite.Run(**run) for run in stack["runs"])
+    return execute.run_stack(execute.Stack(**stack), suite.load(path), Path(folder), seen, stop=stop)
 
 
 def ray_backend(plan, folder, workers, address):
@@ -99,10 +100,10 @@ def ray_backend(plan, folder, workers, address):
 
         return backends.ray_task(*rest)
 
-    def submit(run, seen):
+    def submit(stack, seen):
         where = folder.resolve()
-        refs[run] = task.remote(str(suite.ROOT), asdict(run), str(where / "suite.toml"), str(where), seen)
-        return refs[run].future()
+        refs[stack.name] = task.remote(str(suite.ROOT), asdict(stack), str(where / "suite.toml"), str(where), seen)
+        return refs[stack.name].future()
 
     def on_stop():
         for ref in refs.values():

@@ -74,8 +74,11 @@ def t_interval(scores):
     return np.array([scores.mean(0) - half, scores.mean(0) + half])
 
 
-def difference(x, y):
-    """Bounds of mean(x) - mean(y) by Welch's t interval; None if a side has one seed."""
+def difference(x, y, paired=False):
+    """Bounds of mean(x) - mean(y): Welch's t interval, or that of the mean of x - y where each pair shares its seed.
+    None if a side has one seed."""
+    if paired:
+        return t_interval(x - y)
     if min(len(x), len(y)) < 2:
         return None
     parts, gap = np.array([np.var(z, ddof=1) / len(z) for z in (x, y)]), np.mean(x) - np.mean(y)
@@ -86,15 +89,27 @@ def difference(x, y):
     return np.array([gap - half, gap + half])
 
 
-def better(x, y, sign=1):
+def better(x, y, sign=1, paired=False):
     """Whether x may be called better than y (sign -1: lower): enough seeds on both sides, and the interval of their
     difference lies on the one side of 0."""
-    return min(len(x), len(y)) >= ORDER_SEEDS and bool((sign * difference(x, y) > 0).all())
+    return min(len(x), len(y)) >= ORDER_SEEDS and bool((sign * difference(x, y, paired) > 0).all())
 
 
-def orders(scores, sign=1):
-    """name -> those than which it may be called better; scores: name -> (seeds,)."""
-    found = {name: [other for other, y in scores.items() if better(x, y, sign)] for name, x in scores.items()}
+def shared(x, y):
+    """Values of the seeds that both of {seed: value} have, in one order, as arrays."""
+    seeds = [seed for seed in x if seed in y]
+    return np.array([x[seed] for seed in seeds], float), np.array([y[seed] for seed in seeds], float)
+
+
+def orders(scores, sign=1, paired=False):
+    """name -> those than which it may be called better; scores: name -> {seed: score}."""
+
+    def above(x, y):
+        x, y = shared(x, y) if paired else (np.array([*of.values()], float) for of in (x, y))
+        return better(x, y, sign, paired)
+
+    found = {name: [other for other, y in scores.items() if other != name and above(x, y)]
+             for name, x in scores.items()}  # fmt: skip
     return {name: others for name, others in found.items() if others}
 
 

@@ -1,5 +1,7 @@
-"""Runs the runs of a suite: one at a time by `run_one`, many by `drive`, here by `local`, elsewhere by backends.py."""
+"""Runs the runs of a suite: those of one process by `run_stack`, all by `drive`, here by `local`, elsewhere by
+backends.py."""
 
+import json
 import math
 import os
 import queue
@@ -17,9 +19,11 @@ from pathlib import Path
 
 from benchmark.runner.board import Board, finished, run_directory
 from benchmark.runner.ledger import Ledger, outlook, started
+from benchmark.runner.stacks import Stack, shapes, take
 from benchmark.runner.suite import ROOT
 
 POLL_S, HEARTBEAT_S = 0.5, 30  # between looks at a child; between signs of life in the ledger
+LOST = "another machine took a run of its stack"
 STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGKILL  # to a child: after its update, at once, without a checkpoint
 
 # Becomes the script itself, when the runner has written its number down. The script is asked to stop when its runner
@@ -99,7 +103,8 @@ def verdict(code, why, done, last):
     if done:
         return "done", "", False
     if why is not None:
-        return ("interrupted", why, False) if why == "stopped" else ("failed", why, "GiB" in why)
+        ours = why in ("stopped", LOST)
+        return ("interrupted", why, why == LOST) if ours else ("failed", why, "GiB" in why)
     if code in (75, 130):
         return "interrupted", f"stopped by somebody (exit {code})", True
     if code < 0:
@@ -112,56 +117,95 @@ def verdict(code, why, done, last):
 
 
 def run_one(run, suite, folder, seen=0, slot=Slot(), stop=None):
-    """Claims a run, starts it, watches it to its end and records that. Returns the record; None if it is another's.
+    """`run_stack` of a run alone: its record, or None."""
+    return run_stack(Stack((run,)), suite, folder, [seen], slot, stop)[0]
+
+
+def run_stack(stack, suite, folder, seen, slot=Slot(), stop=None):
+    """Claims the runs of a stack, starts them, watches their process to its end and records that. Returns their
+    records, None for those that are another's.
 
     Errors: OSError if the ledger or the log cannot be written.
     """
-    ledger = Ledger(folder)
-    record = ledger.claim(run.id, seen, shlex.join(run.command(folder)))
-    if record is None:
-        return None
+    ledger, records = Ledger(folder), {}
     try:
-        return attempt(run, suite, folder, ledger, record, slot, stop or Stop())
+        for run, attempts in zip(stack.runs, seen):
+            record = ledger.claim(run.id, attempts, shlex.join(run.command(folder)))
+            records |= {} if record is None else {run: record}
+        ended = attempt(stack.only(records), suite, folder, ledger, records, slot, stop or Stop()) if records else {}
     except Exception as error:  # nobody may wait for a run that nobody has in hand
-        with suppress(OSError):
-            ledger.end(run.id, record | {"state": "failed", "reason": f"the runner: {error!r}", "retry": True})
+        for run, record in records.items():
+            with suppress(OSError):
+                ledger.end(run.id, record | {"state": "failed", "reason": f"the runner: {error!r}", "retry": True})
         raise
+    return [ended.get(run) for run in stack.runs]
 
 
-def attempt(run, suite, folder, ledger, record, slot, stop):
-    """`run_one`, once the run is ours."""
-    resources, log_path = suite.resources, folder / "logs" / f"{run.id}.log"
-    outlive(record, resources.grace_s)
-    code, why, peak = 0, None, 0
-    if not finished(folder, run):
-        log_path.parent.mkdir(parents=True, exist_ok=True)
+def attempt(stack, suite, folder, ledger, records, slot, stop):
+    """`run_stack`, once the runs are ours: {run: record}."""
+    resources, logs = suite.resources, folder / "logs"
+    for record in records.values():
+        outlive(record, resources.grace_s)
+    code, why, peak, ended = 0, None, 0, {}
+    stack = stack.only([run for run in stack.runs if not finished(folder, run)])
+    if stack.runs:
+        logs.mkdir(parents=True, exist_ok=True)
+        own = stack.command(folder)
         environment = os.environ | {"OMP_NUM_THREADS": str(resources.threads), "PYTHONUNBUFFERED": "1"}
         gpu = slot.gpu if resources.gpus else ""
         environment |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-        command = [sys.executable, "-ISc", LAUNCHER, ",".join(map(str, slot.cpus)), *run.command(folder)]
-        with open(log_path, "ab", buffering=0) as log:
-            log.write(f"# attempt {record['attempts']} on {record['host']}: {record['command']}\n".encode())
+        command = [sys.executable, "-ISc", LAUNCHER, ",".join(map(str, slot.cpus)), *own]
+        for run in stack.runs:
+            how = records[run]["command"] if len(stack.runs) == 1 else f"in {stack.name}.log"
+            say(logs / f"{run.id}.log", f"# attempt {records[run]['attempts']} on {records[run]['host']}: {how}")
+        if len(stack.runs) > 1:
+            say(logs / f"{stack.name}.log", f"# attempt of {len(stack.runs)} runs: {shlex.join(own)}")
+        with open(logs / f"{stack.name}.log", "ab", buffering=0) as log:
             child = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
                                      start_new_session=True, bufsize=0)  # fmt: skip
         with child.stdin:
-            record |= {"pid": child.pid, "pid_started": started(child.pid)}
-            ledger.write(run.id, record)
+            for run in stack.runs:
+                records[run] |= {"pid": child.pid, "pid_started": started(child.pid)}
+                ledger.write(run.id, records[run])
             child.stdin.write(b"go")
         try:
-            code, why, peak = watch(child, record, ledger, run, resources, stop)
+            code, why, peak = watch(child, {run: records[run] for run in stack.runs}, ledger, resources, stop)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # what it left behind
-        if why == "lost":
-            return None
-    said = last_line(log_path)
-    state, reason, retry = verdict(code, why, finished(folder, run), said)
-    where = run_directory(folder, run.id)
-    record |= {"state": state, "reason": reason, "retry": retry, "last_line": said * (state != "done"),
-               "ended": time.time(), "heartbeat": time.time(), "peak_gb": round(peak / 2**30, 3),
-               "run_dir": where and str(where.relative_to(folder))}  # fmt: skip
-    ledger.end(run.id, record)
-    return record
+    for run, record in records.items():
+        if why == LOST and given_up(ledger, run, record):
+            continue
+        error = own_error(folder, run) if len(stack.runs) > 1 else ""
+        if error:
+            say(logs / f"{run.id}.log", error)
+        said = error or last_line(logs / f"{stack.name if run in stack.runs else run.id}.log")
+        state, reason, retry = verdict(1 if error else code, None if error else why, finished(folder, run), said)
+        where = run_directory(folder, run.id)
+        record |= {"state": state, "reason": reason, "last_line": said * (state != "done"), "ended": time.time(),
+                   "retry": retry or (state == "failed" and len(stack.runs) > 1 and not error),  # then alone
+                   "heartbeat": time.time(), "peak_gb": round(peak / 2**30, 3),
+                   "run_dir": where and str(where.relative_to(folder))}  # fmt: skip
+        ledger.end(run.id, record)
+        ended[run] = record
+    return ended
+
+
+def say(path, line):
+    with open(path, "a") as log:
+        log.write(f"{line}\n")
+
+
+def own_error(folder, run):
+    """What ended a run of a stack, and no other one; "" if nothing did."""
+    with suppress(OSError, ValueError, TypeError):
+        return json.loads((run_directory(folder, run.id) / "status.json").read_text()).get("error", "")
+    return ""
+
+
+def given_up(ledger, run, record):
+    """Whether this machine was given up for dead: another one has the run."""
+    return (ledger.get(run.id) or record)["attempts"] != record["attempts"]
 
 
 def outlive(record, grace_s):
@@ -174,29 +218,32 @@ def outlive(record, grace_s):
         time.sleep(0.1)
 
 
-def watch(child, record, ledger, run, resources, stop):
-    """Waits for the end of a child within its limits, with a heartbeat. Returns (exit code, why we ended it, bytes)."""
+def watch(child, records, ledger, resources, stop):
+    """Waits for the end of a child within its limits, with a heartbeat of its runs' records. Returns (exit code, why we
+    ended it, bytes)."""
     begun, sent, why, deadline, peak = time.monotonic(), 0, None, None, 0
     beat = begun + HEARTBEAT_S
+    memory_gb, timeout_h = (limit * len(records) for limit in (resources.memory_gb, resources.timeout_h))
     while True:
         now = time.monotonic()
         if now >= beat:
             beat = now + HEARTBEAT_S
-            try:
-                if (ledger.get(run.id) or record)["attempts"] != record["attempts"]:
-                    why, deadline = "lost", -math.inf  # this machine was given up for dead: another one has the run
-                else:
-                    ledger.write(run.id, record | {"heartbeat": time.time()})
-            except OSError as error:
-                print(f"warning: {run}: no heartbeat: {error}", file=sys.stderr)
+            for run, record in records.items():
+                try:
+                    if given_up(ledger, run, record):
+                        why, deadline = LOST, -math.inf
+                    else:
+                        ledger.write(run.id, record | {"heartbeat": time.time()})
+                except OSError as error:
+                    print(f"warning: {run}: no heartbeat: {error}", file=sys.stderr)
         used = Memory.of(child.pid)
         peak, level = max(peak, used), stop.level
         if why is None and level:
             why = "stopped"
-        elif why is None and used > resources.memory_gb * 2**30:
-            why, deadline = f"used {used / 2**30:.1f} GiB, more than memory_gb = {resources.memory_gb}", -math.inf
-        elif why is None and now - begun > resources.timeout_h * 3600:
-            why = f"not finished after timeout_h = {resources.timeout_h:g}"
+        elif why is None and used > memory_gb * 2**30:
+            why, deadline = f"used {used / 2**30:.1f} GiB, more than memory_gb = {memory_gb}", -math.inf
+        elif why is None and now - begun > timeout_h * 3600:
+            why = f"not finished after timeout_h = {timeout_h:g}"
         if why is not None:
             deadline = deadline or now + resources.grace_s
             level = max(level, 1 + (now > deadline) + (now > deadline + 30))
@@ -231,22 +278,22 @@ def local(suite, folder, workers, stop, bind=True):
         slots.put(Slot(tuple(own), ",".join(gpus[first : first + per_run]) if gpus else None))
     pool = ThreadPoolExecutor(workers)
 
-    def task(run, seen):
+    def task(stack, seen):
         slot = slots.get()
         try:
-            return run_one(run, suite, folder, seen, slot, stop)
+            return run_stack(stack, suite, folder, seen, slot, stop)
         finally:
             slots.put(slot)
 
-    return lambda run, seen: pool.submit(task, run, seen), workers
+    return lambda stack, seen: pool.submit(task, stack, seen), workers
 
 
 def drive(suite, folder, runs, submit, capacity, stop, retry_failed=False, share=True, fail_fast=False,
           on_stop=lambda: None):  # fmt: skip
     """Brings `runs` to their end: done, or failed where another attempt cannot help. Returns the program's exit code.
 
-    `submit(run, seen) -> future of run_one`. With `share` it also waits for the runs that other processes have in hand,
-    and goes on with those that they lose. With `fail_fast` it stops when the first of its runs has failed.
+    `submit(stack, seen) -> future of run_stack`. With `share` it also waits for the runs that other processes have in
+    hand, and goes on with those that they lose. With `fail_fast` it stops when the first of its runs has failed.
     """
     ledger, board = Ledger(folder), Board(suite, folder, runs)
     records = ledger.records()
@@ -259,33 +306,37 @@ def drive(suite, folder, runs, submit, capacity, stop, retry_failed=False, share
             todo.append(run)
         elif state == "held":
             elsewhere.add(run)
+    shaped = shapes(todo) if suite.resources.stack > 1 else {}
     while futures or (not stop.level and (todo or (elsewhere and share))):
         while todo and len(futures) < capacity and not stop.level:
-            run = todo.popleft()
-            futures[submit(run, seen[run])] = run
+            stack = take(todo, shaped, suite.resources.stack)
+            futures[submit(stack, [seen[run] for run in stack.runs])] = stack
         if stop.level > stopped:
             stopped = stop.level
             on_stop()
         for future in wait(futures, POLL_S, FIRST_COMPLETED).done if futures else time.sleep(POLL_S) or ():
-            run, error = futures.pop(future), future.exception()
+            stack, error = futures.pop(future), future.exception()
             what = f"in {folder}: {error}" if isinstance(error, OSError) else " ".join(str(error).split())[-500:]
-            record = {"state": "broken", "reason": what, "retry": True} if error else future.result()
-            if record is None:
-                elsewhere.add(run)
-                continue
-            board.say(run, record)
-            tries[run] += 1
-            if isinstance(error, OSError) or (error and tries[run] > suite.resources.retries):
-                board.broken[run.id] = what
-            elif error:
-                elsewhere.add(run)  # a node was lost: the ledger knows whether the run was, too
-                continue
-            elif record["retry"] and tries[run] <= suite.resources.retries:
-                seen[run] = record["attempts"]
-                todo.append(run)
-                continue
-            if fail_fast and not stop.level and record["state"] in ("failed", "broken"):
-                stop()
+            broken = {"state": "broken", "reason": what, "retry": True}
+            for run, record in zip(stack.runs, [broken] * len(stack.runs) if error else future.result()):
+                if record is None:
+                    elsewhere.add(run)
+                    continue
+                board.say(run, record)
+                tries[run] += 1
+                if isinstance(error, OSError) or (error and tries[run] > suite.resources.retries):
+                    board.broken[run.id] = what
+                elif error:
+                    elsewhere.add(run)  # a node was lost: the ledger knows whether the run was, too
+                    continue
+                elif record["retry"] and tries[run] <= suite.resources.retries:
+                    seen[run] = record["attempts"]
+                    todo.append(run)
+                    if record["state"] == "failed":  # perhaps by its stack's fault, perhaps the stack by its: alone
+                        shaped.pop(run, None)
+                    continue
+                if fail_fast and not stop.level and record["state"] in ("failed", "broken"):
+                    stop()
         if elsewhere and (begun := time.monotonic()) > look:
             records = ledger.records()
             look = time.monotonic() + max(1, 20 * (time.monotonic() - begun))

@@ -8,6 +8,9 @@ import numpy as np
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
+from benchmark.runner.choices import level
+from benchmark.runner.suite import text
+
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":", "-.")
 MOST = 12  # algorithms in a figure: more could not be told apart
@@ -20,10 +23,15 @@ def draw(folder, summary, curves):
     steps, the curves of its runs (runs, steps), their mean and its bounds."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if len(summary["algorithms"]) > MOST:
+    studied = "choices" in summary or "claims" in summary
+    if len(summary["algorithms"]) > MOST and not studied:
         summary, curves = leading(summary, curves)
     with matplotlib.rc_context(SETTINGS):
-        drawn = {name: figure for name, plot in PLOTS.items() if (figure := plot(summary, curves)) is not None}
+        drawn = {
+            name: figure
+            for name, plot in (CHOICES if studied else PLOTS).items()
+            if (figure := plot(summary, curves)) is not None
+        }
         for name, figure in drawn.items():
             save(figure, folder / name)
     return list(drawn)
@@ -48,7 +56,7 @@ def leading(summary, curves):
     shares = {name: line for name, line in summary["profile"]["shares"].items() if name in best}
     only["profile"] = summary["profile"] | {"shares": shares}
     curves = {env: {name: of[name] for name in of if name in best} for env, of in curves.items()}
-    return summary | only, curves
+    return summary | only, {env: of for env, of in curves.items() if of}
 
 
 def styles(summary):
@@ -172,13 +180,96 @@ def environments(summary, curves):
             axis.set_xlabel(label)
         if i % columns == 0:
             less = "\n(less is better)" * (summary["direction"] == "min")
-            axis.set_ylabel(summary["metric"].split("/")[-1].replace("_", " ") + less)
+            name = "score, mean of the games" if "*" in summary["metric"] else summary["metric"].split("/")[-1]
+            axis.set_ylabel(name.replace("_", " ") + less)
     for axis in axes[len(curves) :]:
         axis.set_axis_off()
     legend(figure, axes)
     return figure
 
 
+def bars(axis, heights, lows, highs, labels, hatched):
+    """A bar per value, in the order of the palette; its interval where there is one."""
+    x, colors = np.arange(len(heights)), [COLORS[i % len(COLORS)] for i in range(len(heights))]
+    gaps = [np.maximum(0, np.subtract(heights, lows)), np.maximum(0, np.subtract(highs, heights))]
+    drawn = axis.bar(x, heights, color=colors, alpha=0.8, yerr=gaps, ecolor="black", error_kw={"linewidth": 0.8})
+    for bar, marked in zip(drawn, hatched):
+        bar.set_hatch("///" * marked)
+    axis.set_xticks(x, labels, rotation=90)
+    axis.grid(axis="x", visible=False)
+
+
+def choice_bars(summary, curves):
+    """Rows: choices; columns: each environment's percentiles, then each one's shares of the top."""
+    found = summary.get("choices", {})
+    envs = [env for env, of in found.get("environments", {}).items() if of["counted"]]
+    if not envs:
+        return None
+    flags = [flag for flag, of in found["choices"].items() if any(of.values())]
+    figure, axes = panels(len(flags), 2 * len(envs), 1.7)
+    for flag, row in zip(flags, axes.reshape(len(flags), -1)):
+        for env, left, right in zip(envs, row, row[len(envs) :]):
+            of = found["choices"][flag][env]
+            if not of:
+                continue
+            p, values = level(of), list(of)
+            spots = [one["percentiles"][p] for one in of.values()]
+            heights, lows, highs = ([spot[key] for spot in spots] for key in ("value", "low", "high"))
+            bars(left, heights, lows, highs, values, [spot["short"] for spot in spots])
+            left.set_title(f"{env}, {100 * float(p):.0f}th", fontsize=7)
+            share = [one["shares"]["0.05"]["value"] for one in of.values()]
+            bars(right, share, share, share, values, [False] * len(of))
+            wide = [one["shares"]["0.2"] for one in of.values()]
+            gaps = np.array([[x["value"] - x["interval"][0], x["interval"][1] - x["value"]] for x in wide]).T
+            right.errorbar(np.arange(len(of)) + 0.25, [x["value"] for x in wide], gaps, fmt="o", color="grey",
+                           markersize=2.5, linewidth=0.8)  # fmt: skip
+            right.axhline(1 / len(of), color="black", linewidth=0.6)
+            right.set(ylim=(0, 1.02))
+            right.set_title(f"{env}, top 5 %", fontsize=7)
+        row[0].set_ylabel(flag)
+    return figure
+
+
+def learning(summary, curves):
+    found = {env: of for env, of in summary.get("choices", {}).get("environments", {}).items() if of["counted"]}
+    if not found:
+        return None
+    figure, axes = panels(1, len(found), 2.6)
+    scale, label = unit(summary["budget"])
+    for axis, (env, of) in zip(axes, found.items()):
+        for (name, line), color in zip(of["curves"].items(), COLORS):
+            x = np.arange(1, len(line) + 1) * (summary["budget"] / len(line) / scale)
+            axis.plot(x, np.array(line, float), color=color, label=name)
+        axis.set(xlabel=label)
+        axis.set_title(f"{env}, {of['counted']} configurations", fontsize=8)
+    axes[0].set_ylabel("return")
+    legend(figure, axes)
+    return figure
+
+
+def spread(summary, curves):
+    """ECDF by the values of the group's first choice."""
+    found = summary.get("choices", {})
+    envs = [env for env, of in found.get("environments", {}).items() if of["counted"]]
+    if not envs:
+        return None
+    figure, axes = panels(1, len(envs), 2.6, sharey=True)
+    flag = next(iter(found["choices"]))
+    for axis, env in zip(axes, envs):
+        of, random = found["configurations"][env].values(), found["environments"][env]["random"]
+        best = max(one["area"] for one in of)
+        for value, color in zip(found["choices"][flag][env], COLORS):
+            x = np.sort([one["area"] for one in of if text(one["choices"].get(flag)) == value])
+            axis.step((x - random) / ((best - random) or 1), np.arange(1, len(x) + 1) / len(x), where="post",
+                      color=color, label=f"{flag} {value}")  # fmt: skip
+        axis.set(xlabel="(score - random) / (best - random)")
+        axis.set_title(f"{env}, best {best:.4g}", fontsize=8)
+    axes[0].set_ylabel("share of the configurations")
+    legend(figure, axes)
+    return figure
+
+
+CHOICES = {"choices": choice_bars, "learning": learning, "spread": spread}
 PLOTS = {
     "aggregate": aggregate,
     "improvement": improvement,

@@ -13,6 +13,10 @@ CAPTIONS = {
     "improvement": "Probability that a run of the one beats a run of the other on the same environment.",
     "profile": "Performance profiles: the share of runs better than a score.",
     "efficiency": "Interquartile mean over steps, and over the time of a run up to the end of the first.",
+    "choices": "Of each value: the percentile of the configurations with it, its binomial interval (hatched: not "
+    "enough data for its upper end); and its share among the best 5 % (grey: 20 %), the line being that of chance.",
+    "learning": "Mean of all configurations over steps, and of the best of them.",
+    "spread": "Distribution of the configurations' scores between the random policy (0) and the best (1).",
     "curves": "Each run (thin), the mean where all have a value (thick) and its 95 % interval.",
 }
 

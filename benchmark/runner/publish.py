@@ -1,6 +1,6 @@
 """What is published: a suite's report in benchmark/results/<suite>/, apart from what runs and reports write."""
 
-import json
+import importlib
 import os
 import shutil
 from pathlib import Path
@@ -9,18 +9,10 @@ from benchmark.runner import figures, pages, suite
 from benchmark.runner.report import contents
 from benchmark.runner.study import environment_curves
 from benchmark.runner.suite import PUBLISHED
+from benchmark.runner.tables import ONCE, read
 
 FILES = "suite.toml", "summary.json", "curves.json", "report.md"
-
-
-def read(folder, name):
-    """The table in a JSON file of a report; an empty one if it is not there."""
-    try:
-        return json.loads((folder / name).read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise SystemExit(f"error: {folder / name} is damaged: {error}") from None
+OTHERS = {"games": "popart_figures", "equilibrium": "pfsp_figures"}  # picture, beside its numbers -> who draws it
 
 
 def lost(new, old):
@@ -51,14 +43,16 @@ def publish(plan, results, published=PUBLISHED, fewer=False):
     drawn = sorted((source / "figures").iterdir())
     for path in [*(source / name for name in FILES), *drawn]:
         temporary = target / ".new"
-        shutil.copyfile(path, temporary)
+        shutil.copyfile(plan.path if path.name == "suite.toml" else path, temporary)  # as it is reported, not as it ran
         os.replace(temporary, target / path.relative_to(source))
+    (target / ONCE).unlink(missing_ok=True)  # what was measured once, of the report before
     older = sorted({path.name for path in (target / "figures").iterdir()} - {path.name for path in drawn})
     return [f"figures/{name} is not of this report: the script that drew it has to run again" for name in older]
 
 
 def remake(name, published=PUBLISHED):
-    """Makes report.md and the figures of a published report again, from its summary.json and curves.json."""
+    """Makes report.md and the figures of a published report again, from its summary.json and curves.json, and those
+    of figures/ that have their numbers beside them."""
     folder = Path(published) / name
     if not (folder / "suite.toml").is_file():
         names = sorted(path.parent.name for path in Path(published).glob("*/suite.toml"))
@@ -66,4 +60,7 @@ def remake(name, published=PUBLISHED):
     plan, summary, curves = suite.load(folder / "suite.toml"), read(folder, "summary.json"), read(folder, "curves.json")
     drawn = figures.draw(folder / "figures", summary, environment_curves(curves))
     (folder / "report.md").write_text(pages.markdown(contents(plan, summary, drawn)))
+    for picture in OTHERS:
+        if (folder / "figures" / f"{picture}.json").is_file():
+            importlib.import_module(f"benchmark.figures.{OTHERS[picture]}").remake(folder / "figures")
     return folder

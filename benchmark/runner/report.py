@@ -3,15 +3,17 @@
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
-from benchmark.runner import estimates, figures, pages
+from benchmark.runner import choices, estimates, figures, pages
 from benchmark.runner.collect import Damaged, collect, discard
 from benchmark.runner.study import Study, environment_curves, read_baseline, regressions, run_curves, summarize
 from benchmark.runner.suite import RESULTS, better
 
 LISTED = 50  # missing runs in the report; all are in summary.json
 REPS = 2000  # draws of the bootstrap
+WELCH = "Welch's t interval of the difference"
 
 
 def number(x):
@@ -37,6 +39,13 @@ def contents(suite, summary, drawn):
     if suite.description:
         yield "text", suite.description
     yield from completeness(summary)
+    if "choices" in summary:
+        yield from choices.contents(summary["choices"], number, drawn)
+    if "claims" in summary:
+        yield from choices.verdicts(summary["claims"], number)
+    if "choices" in summary or "claims" in summary:
+        yield from reproduction(summary["origin"], summary["example"])
+        return
     if summary.get("regressions") is not None:
         yield "heading", "Against the baseline"
         yield "table", (["algorithm", "environment", "what", "before", "now"],
@@ -53,7 +62,7 @@ def contents(suite, summary, drawn):
         ends = ("lower", "upper")[::sign]
         scaled = f"Scores lie between the suite's constants: 0 is their {ends[0]}, 1 their {ends[1]} value."
         unscaled = f"Scores are values of `{summary['metric']}`: the suite has no constants."
-        yield "text", scaled if suite.normalization else unscaled
+        yield "text", scaled if suite.normalization or "*" in summary["metric"] else unscaled
         yield from (("figure", name) for name in drawn if name != "curves")
     yield "heading", "Each environment"
     rows = []
@@ -65,7 +74,8 @@ def contents(suite, summary, drawn):
     many = len(summary["algorithms"]) > figures.MOST
     header, *rows = zip(*table) if many else table
     yield "table", (header, rows)
-    rule = f"at least {estimates.ORDER_SEEDS} seeds of both, and no 0 in Welch's t interval of the difference"
+    interval = "the t interval of the difference of runs of one seed" if summary.get("paired") else WELCH
+    rule = f"at least {estimates.ORDER_SEEDS} seeds of both, and no 0 in {interval}"
     yield (
         "text",
         f"Mean over seeds and its t interval. One is called better than another by {rule}; bold: than all others.",
@@ -111,9 +121,13 @@ def completeness(summary):
     yield "text", f"{partly if missing else whole} {summary['rule']} {intervals}"
     yield "heading", "Completeness"
     states = ["planned", "whole", "running", "failed", "interrupted", "pending", "done, but no data"]
+    counts = summary["states"]
+    if len(counts) > LISTED:
+        counts = {f"all {len(counts)}": sum(map(Counter, counts.values()), Counter())}
+        missing = [run for run in missing if run["state"] != "pending"]
     yield "table", (["algorithm", *states],
                     [[name, *(str(of.get(state, "")) for state in states)]
-                     for name, of in summary["states"].items()])  # fmt: skip
+                     for name, of in counts.items()])  # fmt: skip
     if missing:
         yield "table", (["missing run", "id", "why", "last line", "command"],
                         [[run["name"], run["id"], run["why"], code(run["last_line"]), code(run["command"])]
@@ -159,12 +173,16 @@ def report(suite, results=RESULTS, against=None, metric=None, direction="", reps
             collect(suite, results)
     study.notes += notes.values()
     summary = summarize(study, reps)
+    if suite.claims:
+        summary["claims"] = choices.judge(study)
+    elif suite.random:
+        summary["choices"] = choices.analyse(study)
     if baseline is not None:
         summary["regressions"] = regressions(summary, baseline, study.sign)
     new = folder / ".report"  # takes the place of what is there when it is complete
     shutil.rmtree(new, ignore_errors=True)
     try:
-        curves = run_curves(study)
+        curves = {} if suite.random else run_curves(study)  # what is drawn of choices stands in the summary
         drawn = figures.draw(new / "figures", summary, environment_curves(curves))
         content = list(contents(suite, summary, drawn))
         (new / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False))

@@ -3,8 +3,10 @@
 Curves stand on a grid of 100 steps up to the budget: the mean of the suite's metric since the step before, or else the
 last one, carried on. The score of a run is the mean over the last three cells of the grid that hold a point. A point
 weighs as much as it has evaluation episodes in eval.jsonl, so that a large last evaluation counts as what it is; the
-points of a metric without evaluation episodes weigh the same. Only whole runs are data: one that failed, stopped short,
-or ends without a finite return is missing, and stands at the top of the report.
+points of a metric without evaluation episodes weigh the same. Of an environment of many games the suite names each with
+its constants: every point is then the mean of the games' scores between them, never of their raw returns, of which the
+loudest is the largest part. Only whole runs are data: one that failed, stopped short, or ends without a finite return
+is missing, and stands at the top of the report.
 """
 
 import fnmatch
@@ -46,6 +48,16 @@ def on_grid(folder, metric, rows):
             total += np.bincount(cell, weights * values[kept], total.size)
     with np.errstate(invalid="ignore"):
         return (total / weight).reshape(shape), weight.reshape(shape), seconds.reshape(shape)
+
+
+def scores_on_grid(folder, metric, rows, games):
+    """on_grid of the suite's metric. Where it has games: of the mean of their scores between their constants, in cells
+    that all of them fill."""
+    if "*" not in metric:
+        return on_grid(folder, metric, rows)
+    parts = [on_grid(folder, metric.replace("*", game), rows) for game in games]
+    scores = [(cells - low) / (high - low) for (cells, _, _), (low, high) in zip(parts, games.values())]
+    return np.mean(scores, 0), np.min([weight for _, weight, _ in parts], 0), parts[0][2]
 
 
 def evaluations(folder, metric, index, end):
@@ -110,6 +122,8 @@ class Study:
         self.suite, self.folder, self.metric = suite, folder, metric
         self.planned = {run.id: run for run in suite.runs}
         self.direction, self.sign = direction, {"max": 1, "min": -1}[direction]
+        if "*" in metric and not suite.games:
+            raise SystemExit(f"error: --metric {metric}: * stands for one of the suite's [games], and it has none")
         self.scale_sign = 1 if suite.normalization else self.sign
         found = {row["run_id"]: row for row in read_runs(folder)}
         lacking = [str(run) for run in suite.runs if run.id not in found]
@@ -125,8 +139,9 @@ class Study:
         self.notes = [f"{label(row)} is left out: its environment is not in the suite"
                       for row in imported if row["env_id"] not in self.envs]  # fmt: skip
         self.budgets = {row["algorithm"]: row["budget"] for row in self.rows}
-        cells, weights, self.seconds = on_grid(folder, metric, self.rows)
+        cells, weights, self.seconds = scores_on_grid(folder, metric, self.rows, suite.games)
         held = weights > 0
+        self.cells = np.where(held, cells, np.nan)  # as they are measured
         self.curves = carried(cells, held)
         self.scores, self.missing, self.whole = {}, [], defaultdict(dict)
         for i, row in enumerate(self.rows):
@@ -143,7 +158,10 @@ class Study:
 
     def constants(self):
         """Values that become 0 and 1 (environments,), of which 1 is the better; a single environment may go without."""
-        known = self.suite.normalization or ({self.envs[0]: (0, 1)} if len(self.envs) == 1 else {})
+        if self.suite.random:  # choices are ranked in each environment for itself
+            return None
+        plain = "*" in self.metric or len(self.envs) == 1  # scores of games lie between constants already
+        known = self.suite.normalization or (dict.fromkeys(self.envs, (0, 1)) if plain else {})
         lacking = [env for env in self.envs if env not in known]
         if lacking:
             self.notes.append(f"no estimate over all environments: [normalization] lacks {', '.join(lacking)}")
@@ -218,6 +236,11 @@ def improvements(scores, reps):
 def seeds(found):
     """The scores behind a mean, as an array."""
     return np.array(list(found["scores"].values()), float)
+
+
+def order(of, sign, paired):
+    """name -> those than which it may be called better in one environment."""
+    return estimates.orders({name: found["scores"] for name, found in of.items()}, sign, paired)
 
 
 def environment(study, env):
@@ -295,8 +318,10 @@ def states(study):
 def rule(study):
     """What the score of a run is."""
     end = "more" if study.sign > 0 else "less"
-    return (f"A run's score is the mean of `{study.metric}`, of which {end} is better, over the last {LAST} of {GRID} "
-            f"parts of its budget ({max(study.budgets.values()):,} steps) in which it was measured, weighted by "
+    games = (f"{game} ({low:g} is 0, {high:g} is 1)" for game, (low, high) in study.suite.games.items())
+    mean = f" between constants over the games {', '.join(games)}" * ("*" in study.metric)
+    return (f"A run's score is the mean of `{study.metric}`{mean}, of which {end} is better, over the last {LAST} of "
+            f"{GRID} parts of its budget ({max(study.budgets.values()):,} steps) in which it was measured, weighted by "
             "evaluation episodes.")  # fmt: skip
 
 
@@ -351,12 +376,12 @@ def summarize(study, reps):
     used = {name: runs for name, runs in used.items() if runs is not None}
     scores = {name: np.array([[study.scores[i] for i in seed] for seed in runs]) for name, runs in used.items()}
     scores = {name: study.normalized(x) for name, x in scores.items()}
-    kinds = {k: f for k, f in estimates.ESTIMATES.items() if k != "optimality gap" or study.suite.normalization}
+    scaled = study.suite.normalization or "*" in study.metric
+    kinds = {k: f for k, f in estimates.ESTIMATES.items() if k != "optimality gap" or scaled}
     environments = {env: environment(study, env) for env in study.envs}
-    orders = {env: estimates.orders({name: seeds(mean) for name, mean in of.items()}, study.sign)
-              for env, of in environments.items()}  # fmt: skip
+    orders = {env: order(of, study.sign, study.suite.paired) for env, of in environments.items()}
     return {
-        "suite": study.suite.name, "metric": study.metric, "direction": study.direction,
+        "suite": study.suite.name, "metric": study.metric, "direction": study.direction, "paired": study.suite.paired,
         "budget": max(study.budgets.values()), "budgets": study.budgets, "draws": reps,
         "algorithms": study.algorithms, "planned": len(study.rows), "counted": len(study.scores),
         "missing": study.missing, "notes": study.notes, "states": states(study), "rule": rule(study),

@@ -7,9 +7,15 @@
     metric = "eval/return_mean"                          # what the report compares; this is the default
     direction = "max"                                    # or "min"; needed where the metric sounds of a loss or a time
     also = ["eval/*/return_mean", "charts/SPS"]          # further metrics in the report, also by patterns
+    paired = true                                        # runs of one seed share what they meet: compared in pairs
     args = { torch-threads = 1 }                         # of every run; [env_args.NAME]: of one environment
     [normalization]
     CartPole-v1 = [0, 500]                               # fixed: never taken from the runs that are compared
+    [games]                                              # of an environment of many: metric = "eval/*/return_mean", and
+    Acrobot-v1 = [-500, -80]                             # a score is the mean of theirs, each between its constants
+    [random]                                             # of each environment, the random policy's score: the report
+    CartPole-v1 = 22                                     # then ranks the choices of the sweep (choices.py)
+    [[claims]]                                           # what flips are to show (claims.py)
     [resources]
     threads = 1                                          # see Resources
     [[algorithms]]
@@ -49,6 +55,8 @@ from pathlib import Path
 
 import numpy as np
 import tyro
+
+from benchmark.runner.claims import EXPECTS, Claim
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITES = ROOT / "benchmark" / "suites"
@@ -99,6 +107,7 @@ class Resources:
     timeout_h: float | int = math.inf  # hours of one attempt
     grace_s: float | int = 60  # seconds for an update to end when a run is asked to stop; then it is cut short
     retries: int = 2  # further attempts after a signal or for want of memory
+    stack: int = 1  # runs of one shape in a process, where their script takes --stack; memory and time are a run's
 
 
 @dataclass
@@ -134,10 +143,14 @@ class Suite:
     metric: str = "eval/return_mean"
     direction: str = ""  # of the metric: max or min is better; afterwards always one of the two
     also: list = field(default_factory=list)  # further metrics, or patterns of such, whose last values the report shows
+    paired: bool = False  # seeds are paired: runs of one seed share their stream, levels or starts
     args: dict = field(default_factory=dict)
     env_args: dict = field(default_factory=dict)
+    games: dict = field(default_factory=dict)  # game -> [minimum, maximum], where * stands in the metric
     normalization: dict = field(default_factory=dict)  # environment -> [minimum, maximum]
     reference: dict = field(default_factory=dict)  # algorithm -> environment -> number or [mean, deviation]
+    random: dict = field(default_factory=dict)  # environment -> score of the random policy, and of a run that diverged
+    claims: list = field(default_factory=list)  # see claims.Claim
     resources: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -162,9 +175,18 @@ class Suite:
             right = budget is None or 0 < budget <= 10**15
             require(right, f"budget = {budget}: at least 1 step and at most 10^15 are needed")
         known = set(self.environments).union(*own.values())
+        self.claims = [build(Claim, claim, f"[[claims]] number {i + 1}") for i, claim in enumerate(self.claims)]
+        flips = {flag for a in self.algorithms for flag, both in a.sweep.get("flips", {}).items() if len(both) == 2}
+        for claim in self.claims:
+            right = claim.expects in EXPECTS and claim.flag in flips and self.random
+            require(
+                right, f"[[claims]] {claim.flag} = {claim.expects}: one of {', '.join(EXPECTS)}, a flip, and [random]"
+            )
         limits = vars(self.resources)
-        right = limits["threads"] > 0 and all(limit >= 0 for limit in limits.values())
-        require(right, f"[resources] {limits}: at least 1 thread, and nothing below 0")
+        right = limits["threads"] > 0 and limits["stack"] > 0 and all(limit >= 0 for limit in limits.values())
+        require(right, f"[resources] {limits}: at least 1 thread, a stack of 1, and nothing below 0")
+        right = not self.random or known == self.random.keys() and all(pair([x, 0]) for x in self.random.values())
+        require(right, f"[random] {self.random}: each environment's score of the random policy is needed")
         for where, table in {
             "normalization": self.normalization, "env_args": self.env_args,
             **{f"env_args of {a.name}": a.env_args for a in self.algorithms},
@@ -172,9 +194,13 @@ class Suite:
         }.items():  # fmt: skip
             for env_id in mapping(table, f"[{where}]"):
                 require(env_id in known, f"[{where}] {env_id} is none of the environments{nearest(env_id, known)}")
-        for env_id, limits in self.normalization.items():
-            right = pair(limits) and limits[0] < limits[1]
-            require(right, f"[normalization] {env_id} = {limits}: [minimum, maximum] is needed")
+        require(not (self.games and self.normalization), "[games] have constants of their own: no [normalization]")
+        needed = f"metric {self.metric}: * stands for one of the [games], and is needed where there are some"
+        require(self.metric.count("*") == bool(self.games), needed)
+        for where, table in {"normalization": self.normalization, "games": self.games}.items():
+            for name, limits in table.items():
+                right = pair(limits) and limits[0] < limits[1]
+                require(right, f"[{where}] {name} = {limits}: [minimum, maximum] is needed")
         for name, env_id, paper in ((n, e, x) for n, table in self.reference.items() for e, x in table.items()):
             right = pair(paper) or pair([paper, 0])
             require(right, f"[reference.{name}] {env_id} = {paper}: a number or [mean, deviation] is needed")
@@ -265,7 +291,7 @@ def build(cls, table, where):
     known = {f.name: f for f in fields(cls)}
     for key, value in mapping(table, where).items():
         require(key in known, f"{where} has no key {key}{nearest(key, known)}")
-        right = isinstance(value, known[key].type) and not isinstance(value, bool)
+        right = isinstance(value, known[key].type) and isinstance(value, bool) == (known[key].type is bool)
         kind = getattr(known[key].type, "__name__", known[key].type)
         require(right, f"{where}: {key} = {value!r} must be of type {kind}")
     for key, f in known.items():
@@ -401,9 +427,7 @@ def load_args(path):
 def make_parser(args_class):
     """words -> None, or what is wrong with them. Plain values are read here, in microseconds; whatever is not plain, or
     wrong, goes to tyro (10 ms), which alone decides."""
-    hints = typing.get_type_hints(args_class)
-    hints = {f"--{dashed(f.name)}": (f.name, hints[f.name]) for f in fields(args_class) if f.init}
-    told = {}
+    hints, told = arguments(args_class), {}
 
     def ask_tyro(words):
         output = io.StringIO()
@@ -417,17 +441,10 @@ def make_parser(args_class):
         return None
 
     def parse(words):
-        values, starts = {}, [i for i, word in enumerate(words) if word.startswith("--")]
-        for start, end in zip(starts, [*starts[1:], len(words)]):
-            flag, given = words[start], words[start + 1 : end]
+        values = {}
+        for flag, given in split(words):
             try:
-                if given:
-                    name, hint = hints[flag]
-                    values[name] = convert(hint, given)
-                else:
-                    name, hint = hints.get(flag) or hints[flag.replace("--no-", "--", 1)]
-                    require(hint is bool, "a value is missing")
-                    values[name] = flag in hints
+                values |= [value(hints, flag, given)]
             except NotImplementedError:
                 return ask_tyro(words)
             except (KeyError, ValueError):  # the same word is wrong in every command
@@ -441,6 +458,28 @@ def make_parser(args_class):
         return None
 
     return parse
+
+
+def arguments(args_class):
+    """{flag: (name, type)} of a class Args."""
+    hints = typing.get_type_hints(args_class)
+    return {f"--{dashed(f.name)}": (f.name, hints[f.name]) for f in fields(args_class) if f.init}
+
+
+def split(words):
+    """(flag, its words) one after the other."""
+    starts = [i for i, word in enumerate(words) if word.startswith("--")]
+    return [(words[i], words[i + 1 : end]) for i, end in zip(starts, [*starts[1:], len(words)])]
+
+
+def value(known, flag, given):
+    """Name and value that a flag with these words sets. KeyError, ValueError: wrong; NotImplementedError: not plain."""
+    if given:
+        name, hint = known[flag]
+        return name, convert(hint, given)
+    name, hint = known.get(flag) or known[flag.replace("--no-", "--", 1)]
+    require(hint is bool, "a value is missing")
+    return name, flag in known
 
 
 def convert(hint, words):

@@ -25,7 +25,11 @@ import torch
 import tyro
 from torch import nn
 
-SCRIPT = Path(__file__).parents[2] / "algos" / "appo_pfsp.py"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmark.runner.measured import finish  # noqa: E402
+
+SCRIPT = ROOT / "algos" / "appo_pfsp.py"
 GAMES, STEPS = 64, 32
 ARMS = {  # of ours: its arguments
     "appo_pfsp self, 0 actors": ["--opponents", "self", "--num-actors", "0"],
@@ -40,6 +44,7 @@ PEER = "open_spiel PPO"
 class Args:
     rounds: int = 3  # turns of every arm
     seconds: float = 12  # measured per turn, at least
+    output: Path | None = None  # also write the table there, as benchmark/results/speed/NAME.json
 
 
 class Network(nn.Module):
@@ -128,11 +133,12 @@ def main(args):
         for name in found:
             found[name].append(run_peer(args.seconds) if name == PEER else run_ours(ARMS[name], args.seconds))
             print(f"round {number + 1}, {name}: {found[name][-1]:,.0f} steps/s", flush=True)
-    print("\n| | steps/s | lowest | highest | times OpenSpiel's, by rounds |\n| --- | --- | --- | --- | --- |")
+    header, rows = ["Connect Four", "moves/s", "lowest", "highest", "x OpenSpiel's"], []
     for name, speeds in found.items():
         ratio = statistics.median(speed / peer for speed, peer in zip(speeds, found[PEER]))
         numbers = [f"{x:,.0f}" for x in (statistics.median(speeds), min(speeds), max(speeds))]
-        print(f"| {name} | {' | '.join(numbers)} | {ratio:.1f} |")
+        rows.append([name, *numbers, f"{ratio:.1f}"])
+    finish({"appo_throughput": (header, rows)}, args.output, f"medians of {args.rounds} rounds of {args.seconds:g} s")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,11 @@ from typing import Literal
 import torch
 import tyro
 
-SCRIPT = Path(__file__).parents[2] / "algos" / "dqn_taper_crafter.py"
-sys.path.insert(0, str(SCRIPT.parent))
+SCRIPT = Path(__file__).resolve().parents[2] / "algos" / "dqn_taper_crafter.py"
+sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parents[1])]
 import dqn_taper_crafter as dqn_taper  # noqa: E402
+
+from benchmark.runner.measured import finish  # noqa: E402
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Args:
     rounds: int = 5  # turns of every arm
     steps: int = 12_000  # environment steps of each
     skip: int = 2_000  # of them that are not counted
+    output: Path | None = None  # also write the table there, as benchmark/results/speed/NAME.json
     arm: Literal["", "sb3"] = ""  # used by the benchmark itself: run this arm, print its figures
 
 
@@ -102,17 +105,17 @@ def main(args):
             print(f"round {number + 1} {arm}: {found[-1][0]:.0f} updates/s learning, {found[-1][1]:.0f} in the loop",
                   flush=True)  # fmt: skip
     script = dqn_taper.Args(env_id=args.env_id)
-    print(
-        f"\nGradient steps per second: {args.env_id}, {script.num_envs} environments, 2 x {script.hidden_size} "
-        f"units, batch {script.batch_size}, 1 thread, torch {torch.__version__}, medians of {args.rounds} rounds\n"
-    )
-    print("| | learning | x SB3 | loop | x SB3 |\n|---|---|---|---|---|")
+    note = (f"{args.env_id}, {script.num_envs} environments, 2 x {script.hidden_size} units, batch "
+            f"{script.batch_size}, 1 thread; medians of {args.rounds} rounds")  # fmt: skip
+    header = ["gradient steps per second", "learning", "x SB3", "with acting, environments and storing", "x SB3"]
+    rows = []
     for arm, found in rounds.items():
         cells = []
         for kind in (0, 1):
             ratio = statistics.median(a[kind] / b[kind] for a, b in zip(found, rounds["Stable-Baselines3"]))
-            cells += [f"{statistics.median(a[kind] for a in found):.0f}", f"{ratio:.2f}"]
-        print(f"| {arm} | {' | '.join(cells)} |")
+            cells += [f"{statistics.median(a[kind] for a in found):,.0f}", f"{ratio:.2f}"]
+        rows.append([arm, *cells])
+    finish({"dqn_throughput": (header, rows)}, args.output, note)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,12 @@ import numpy as np
 import torch
 import tyro
 
-ALGOS = Path(__file__).parents[2] / "algos"
-sys.path.insert(0, str(ALGOS))
+ALGOS = Path(__file__).resolve().parents[2] / "algos"
+sys.path[:0] = [str(ALGOS), str(ALGOS.parent)]
 import impala_popart  # noqa: E402
 import impala_popart_atari  # noqa: E402
+
+from benchmark.runner.measured import finish  # noqa: E402
 
 SCRIPTS = {"CartPole-v1": impala_popart, "Pong-v5": impala_popart_atari}
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -72,6 +74,7 @@ class Args:
     warm_up: float = 3  # seconds from an arm's first update that are left out
     games: tuple[str, ...] = tuple(GAMES)  # which games
     slept: tuple[int, ...] = (4, 8, 16, 32)  # actor processes of the third part
+    output: Path | None = None  # also write the tables there, as benchmark/results/speed/NAME.json
 
 
 class SleepEnv(gym.Env):
@@ -179,9 +182,7 @@ def run_peer(game, mode, args):
 
 
 def table(header, rows):
-    for cells in (names := header.split(", "), ["---"] * len(names), *rows):
-        print("| " + " | ".join(map(str, cells)) + " |")
-    print(flush=True)
+    return header.split(", "), [list(map(str, row)) for row in rows]
 
 
 def learning(args):
@@ -204,7 +205,7 @@ def learning(args):
             name = f"sample-factory, {arm}" if arm in peer else f"impala_popart, {arm} actors"
             waits = [f"{waits[0]:.0%}", f"{waits[1]:.0%}", f"{waits[2]:.1f}"] if waits else ["", "", ""]
             rows.append([game, name, f"{speed:,.0f}", f"{per_cpu:,.0f}", f"{speed / best:.2f}", *waits])
-    table("game, , frames/s, frames per CPU-s, x best peer, learner waits, actors wait, policy lag", rows)
+    return table("game, , frames/s, frames per CPU-s, x best peer, learner waits, actors wait, policy lag", rows)
 
 
 def make_loops(game):
@@ -257,7 +258,9 @@ def actor_alone(args):
         speeds = [f"{statistics.median(column):,.0f}" for column in zip(*rates)]
         shares = [f"{statistics.median(rate[0] / rate[i] for rate in rates):.0%}" for i in (1, 2)]
         rows.append([game, *speeds, *shares])
-    table("game, actor: frames per CPU-s, its environments bare, gymnasium's or envpool's bare, share, share", rows)
+    return table(
+        "game, actor: frames per CPU-s, its environments bare, gymnasium's or envpool's bare, share, share", rows
+    )
 
 
 def slept(args):
@@ -267,14 +270,13 @@ def slept(args):
         base = base or speed / actors
         waits = f"{learner:.0%}", f"{actor:.0%}", f"{lag:.1f}"
         rows.append([actors, f"{speed:,.0f}", f"{speed / actors:,.0f}", f"{speed / actors / base:.0%}", *waits])
-    table("actors, steps/s, per actor, of the first, learner waits, actors wait, policy lag", rows)
+    return table("actors, steps/s, per actor, of the first, learner waits, actors wait, policy lag", rows)
 
 
 def main(args):
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, {args.rounds} rounds of {args.seconds:g} s", flush=True)
-    learning(args)
-    actor_alone(args)
-    slept(args)
+    parts = {"impala_throughput": learning, "impala_actor": actor_alone, "impala_slept": slept}
+    finish({name: part(args) for name, part in parts.items()}, args.output, f"medians of {args.rounds} rounds")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Cost of prioritized level replay as levels grow: `python benchmark/speed/plr_scaling.py` prints a markdown table.
 
-draw: `sample()` while scores stand still. interleaved: an update by one episode and a `sample()`, in turn. rollout: one
-`update_from_rollout` of T=256, N=64 with about 200 ended episodes, then `after_update`. Each is the median and, in
-brackets, the mean over calls. Memory is the peak of making the curriculum and loading a state. All levels are seen,
-with random scores, after 10,000 draws.
+draw alone: `sample()` while scores stand still. draw, update: a `sample()` and an update by one episode, in turn.
+rollout: one `update_from_rollout` of T=256, N=64 with about 200 ended episodes, then `after_update`. Each is the median
+and, in brackets, the mean over calls. Memory is the peak of making the curriculum and loading a state. All levels are
+seen, with random scores, after 10,000 draws.
 """
 
 import sys
@@ -16,6 +16,7 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmark.runner.measured import finish  # noqa: E402
 from curricula.plr import PrioritizedLevelReplay  # noqa: E402
 
 
@@ -54,17 +55,22 @@ def measure(num_tasks, transform):
     return [(1e6 * np.median(times), 1e6 * np.mean(times)) for times in (draw, sample, update, rollout)]
 
 
-def main(levels: tuple[int, ...] = (10**2, 10**4, 10**6), transforms: tuple[str, ...] = ("rank", "power")):
-    print("| transform | levels | draw | interleaved: draw | update | rollout | peak memory |")
-    print("|---|---|---|---|---|---|---|")
+def main(
+    levels: tuple[int, ...] = (10**2, 10**4, 10**6),
+    transforms: tuple[str, ...] = ("rank", "power"),
+    output: Path | None = None,  # also write the table there, as benchmark/results/speed/NAME.json
+):
+    header, rows = ["transform", "levels", "draw alone", "draw", "update", "rollout", "peak memory"], []
     for transform in transforms:
         for num_tasks in levels:
-            times = " | ".join(f"{median:.1f} ({mean:.1f}) us" for median, mean in measure(num_tasks, transform))
+            times = [f"{median:.1f} ({mean:.1f})" for median, mean in measure(num_tasks, transform)]
             tracemalloc.start()
             make(num_tasks, transform)
             peak = tracemalloc.get_traced_memory()[1] / 2**20
             tracemalloc.stop()
-            print(f"| {transform} | {num_tasks:,} | {times} | {peak:.1f} MiB |", flush=True)
+            rows.append([transform, f"{num_tasks:,}", *times, f"{peak:.1f} MiB"])
+            print(*rows[-1], flush=True)
+    finish({"plr_scaling": (header, rows)}, output, "microseconds, median (mean)")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmark.runner.measured import finish  # noqa: E402
 from curricula.taper import TaskPrioritizedReplay  # noqa: E402
 
 OBS, TASKS, T, ENVS, FILL = (7, 7, 3), 4, 100, 16, 1000  # FILL environments at once fill the replay before it is timed
@@ -38,6 +39,7 @@ class Args:
     batch_size: int = 64  # transitions of a draw
     seconds: float = 0.5  # CPU time of each measurement
     rounds: int = 3  # of all measurements of an arm
+    output: Path | None = None  # also write the table there, as benchmark/results/speed/NAME.json
 
 
 class Ours:
@@ -133,16 +135,18 @@ def main(args):
         except ImportError as error:
             raise SystemExit(f"error: --peer cpprb: {error}. Install it (see --help), or --peer none") from error
         arms += [(f"{name}, {kind}", Cpprb, kind) for kind in ("uniform", "per")]
-    print(f"thousands of transitions per CPU second; batches of {args.batch_size}, alpha {ALPHA}\n")
-    print("| capacity | replay | insert | draw | new priorities | MiB |\n|---|---|---|---|---|---|")
+    header, rows = ["capacity", "replay", "insert", "draw", "new priorities", "MiB"], []
     for capacity, (name, make, kind) in product(map(int, args.capacities), arms):
         with tempfile.TemporaryDirectory() as folder:
             arm = make(kind, capacity, folder) if "files" in name else make(kind, capacity)
             found = measure(arm, capacity, args)
-            speeds = " | ".join("" if value is None else f"{value:,.0f}" for value in found.values())
+            speeds = ["" if value is None else f"{value:,.0f}" for value in found.values()]
             memory = f"{arm.nbytes / 2**20:,.0f}" if arm.nbytes else ""
-            print(f"| {capacity:,} | {name} | {speeds} | {memory} |", flush=True)
+            rows.append([f"{capacity:,}", name, *speeds, memory])
+            print(*rows[-1], flush=True)
             del arm
+    note = f"thousands of transitions per CPU second; batches of {args.batch_size}, alpha {ALPHA}"
+    finish({"replay_throughput": (header, rows)}, args.output, note)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmark.runner.collect import collect  # noqa: E402
+from benchmark.runner.measured import finish  # noqa: E402
 from benchmark.runner.report import report  # noqa: E402
 from benchmark.runner.suite import Suite  # noqa: E402
 
@@ -34,6 +35,7 @@ class Args:
     points: int = 1000  # rows of metrics.jsonl in each
     metric: str = "eval/return_mean"  # or charts/episodic_return, which every point has
     folder: Path | None = None  # default: a temporary one, removed at the end
+    output: Path | None = None  # also write the table there, as benchmark/results/speed/NAME.json
 
 
 def make_suite(args):
@@ -76,8 +78,7 @@ def main(args):
     suite = make_suite(args)
     results = args.folder or Path(tempfile.mkdtemp(prefix="report_scaling_"))
     try:
-        print(f"{len(suite.runs):,} runs of {args.points:,} points\n\n| step | seconds | peak MiB |\n|---|---|---|")
-        late = suite.runs[::100]
+        late, rows = suite.runs[::100], []
         steps = {
             "collect": (collect, [run for run in suite.runs if run not in late]),
             "collect, nothing new": (collect, []), f"collect, {len(late)} new": (collect, late), "report": (report, []),
@@ -85,7 +86,11 @@ def main(args):
         for name, (function, made) in steps.items():
             for run in made:
                 make_run(results / suite.name, run, args.points)
-            print("| {} | {:.1f} | {:.0f} |".format(name, *measured(function, suite, results)), flush=True)
+            seconds, memory = measured(function, suite, results)
+            rows.append([name, f"{seconds:.1f}", f"{memory:.0f}"])
+            print(*rows[-1], flush=True)
+        note = f"{len(suite.runs):,} runs of {args.points:,} points"
+        finish({"report_scaling": (["step", "seconds", "peak MiB"], rows)}, args.output, note)
     finally:
         if args.folder is None:
             shutil.rmtree(results)

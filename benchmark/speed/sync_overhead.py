@@ -44,6 +44,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import curricula  # noqa: E402
+from benchmark.runner.measured import finish  # noqa: E402
 from curricula.core import Curriculum, TaskSpace, TaskWrapper  # noqa: E402
 
 MODES = {"episodes": (False, False), "steps": (True, False), "observations": (True, True)}  # what a curriculum requires
@@ -61,6 +62,7 @@ class Args:
     rounds: int = 5  # turns of every arm
     channel: bool = False  # measure tasks and step records per second, and how long reset takes, with no environment
     seconds: float = 1.0  # of each measurement of --channel
+    output: Path | None = None  # also write the table there, as benchmark/results/speed/NAME.json
     check: bool = False  # compare the observations on both sides, too: the times then mean little
 
 
@@ -369,7 +371,7 @@ def compare(args, arms, workloads, players=None):
             pairs = list(zip(rounds, bases)) if mode != "none" else []
             cells += [f"{median([r[i] / base[i] for r, base in pairs]) - 1:+.1%}" if pairs else "" for i in (1, 2)]
             cells += [f"{median([(r[2] - base[2]) / r[0] * 1e6 for r, base in pairs]):.1f}" if pairs else ""]
-            lines.append("| " + " | ".join(cells) + " |")
+            lines.append(cells)
     return lines
 
 
@@ -391,8 +393,8 @@ def channel(args, libraries):
         for (library, ahead), figures in found.items():
             tasks, records, p50, p95 = map(statistics.median, figures.values())
             cells = [mode, length, processes, library, ahead, f"{tasks:,.0f}", f"{records:,.0f}" if records else ""]
-            lines.append("| " + " | ".join(map(str, [*cells, f"{p50:.3f}", f"{p95:.3f}"])) + " |")
-            print(lines[-1], file=sys.stderr, flush=True)
+            lines.append([*map(str, cells), f"{p50:.3f}", f"{p95:.3f}"])
+            print(*lines[-1], file=sys.stderr, flush=True)
     return lines
 
 
@@ -416,12 +418,12 @@ def main(args):
         lines += compare(args, arms, workloads) if native else []
         lines += compare_ray(args, workloads) if "ray" in libraries else []
     machine = f"{len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, numpy {np.__version__}"
-    print(f"\n{machine}; medians of {args.rounds} rounds", end="")
+    note = f"medians of {args.rounds} rounds"
     if not args.channel:
         size = f"{args.processes} processes x {args.episodes} episodes (CartPole: {4 * args.episodes})"
-        print(f"; {size} of at most {args.steps} steps; {len(WRONG)} differences in what arrived", end="")
-    print(f"\n\n| {head} |\n{'|---' * (head.count('|') + 1)}|")
-    print("\n".join(lines))
+        note += f"; {size} of at most {args.steps} steps; {len(WRONG)} differences in what arrived"
+    print(f"\n{machine}; {note}")
+    finish({"sync_channel" if args.channel else "sync_overhead": (head.split(" | "), lines)}, args.output, note)
 
 
 def compare_ray(args, workloads):

@@ -14,6 +14,7 @@ The two loops do a whole rollout and `minibatches` of the 24 minibatches, and th
 `--check` compares instead the gradients of the three ways of learning on one minibatch.
 """
 
+import ctypes
 import json
 import math
 import statistics
@@ -21,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,9 +33,11 @@ import numpy as np
 import torch
 import tyro
 
-SCRIPT = Path(__file__).parents[2] / "algos" / "ppo_plr.py"
-sys.path.insert(0, str(SCRIPT.parent))
+SCRIPT = Path(__file__).resolve().parents[2] / "algos" / "ppo_plr.py"
+sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parents[1])]
 import ppo_plr  # noqa: E402
+
+from benchmark.runner.measured import finish  # noqa: E402
 
 T, N, EPOCHS, MINIBATCHES = 256, 64, 3, 8
 COEFS = 0.2, True, 0.01, 0.5  # clip, value clip, entropy, value loss
@@ -46,6 +51,7 @@ class Args:
     env_id: str = "bigfish"  # Procgen game
     updates: int = 2  # updates of the script; the last one is measured
     check: bool = False  # compare the gradients, measure nothing
+    output: Path | None = None  # also write the table there, as benchmark/results/speed/NAME.json
     loop: Literal["", "plain", "simple"] = ""  # used by the benchmark itself: run one loop, print its seconds
 
 
@@ -65,7 +71,9 @@ def textbook_gradients(ppo_plr, agent, flat, rows, piece):
     agent.zero_grad()
     for part in np.array_split(rows, math.ceil(len(rows) / piece)):
         b = {name: tensor[part] for name, tensor in flat.items()}
-        new = agent.evaluate_actions(b.pop("obs"), b.pop("actions"))
+        logits, value = agent(b.pop("obs"))
+        logprobs = logits.log_softmax(-1)
+        new = logprobs.gather(1, b.pop("actions")[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1), value
         loss, _ = ppo_plr.ppo_loss(*new, *b.values(), *COEFS)
         (loss * (len(part) / len(rows))).backward()
 
@@ -81,7 +89,11 @@ def run_loop(args, network):
     plain, piece = args.loop == "plain", 2048 if args.loop == "plain" else 512
     agent = textbook_agent(ppo_plr, network)
     if not plain:
-        ppo_plr.keep_freed_memory()
+        # Copied from algos/ppo_plr.py:region(memory)
+        with suppress(OSError, AttributeError):  # glibc keeps freed activations, instead of faulting them in anew
+            for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-8, 1)):  # mmap threshold, trim threshold, arenas
+                ctypes.CDLL("libc.so.6").mallopt(option, value)
+        # End of copy
         agent = agent.to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(agent.parameters(), lr=5e-4, eps=1e-5)
     envs = ppo_plr.ProcgenLevels(args.env_id, N)
@@ -129,7 +141,7 @@ def check_gradients():
         for name, run in (
             ("plain", partial(textbook_gradients, ppo_plr, agent, floats, rows, 2048)),
             ("simple", partial(textbook_gradients, ppo_plr, agent, flat, rows, 512)),
-            ("ours", partial(ppo_plr.Pieces(agent, 512, 2).gradients, flat, rows, COEFS)),
+            ("ours", partial(ppo_plr.gradients, agent, ThreadPoolExecutor(2), 512, flat, rows, COEFS)),
         ):
             run()
             found[name] = torch.cat([p.grad.flatten() for p in agent.parameters()]).clone()
@@ -162,20 +174,22 @@ def main(args):
                     f"round {number + 1} {network} {arm}: {sps:.0f} steps/s ({time.time() - started:.0f} s)", flush=True
                 )
 
-    print(f"\nSteps per second: {args.env_id}, {N} x {T}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print("\n| network | arm | steps/s | collecting | learning | x plain | x simple |")
-    print("|---|---|---|---|---|---|---|")
+    header, rows = ["network", "arm", "steps/s", "collecting", "learning", "x plain", "x simple"], []
     for network in args.networks:
         rate = {
             arm: [T * N / sum(s.values()) for s in rounds[network, arm]] for arm in ("plr", "dr", "simple", "plain")
         }
         for arm, rates in rate.items():
             seconds = rounds[network, arm]
-            shares = " | ".join(f"{statistics.median(s[k] / sum(s.values()) for s in seconds):.1%}"
-                                for k in ("collect", "update"))  # fmt: skip
-            ratios = " | ".join(f"{statistics.median(a / b for a, b in zip(rates, rate[base])):.2f}"
-                                for base in ("plain", "simple"))  # fmt: skip
-            print(f"| {network} | {arm} | {statistics.median(rates):.0f} | {shares} | {ratios} |")
+            shares = [
+                f"{statistics.median(s[k] / sum(s.values()) for s in seconds):.1%}" for k in ("collect", "update")
+            ]
+            ratios = [
+                f"{statistics.median(a / b for a, b in zip(rates, rate[base])):.2f}" for base in ("plain", "simple")
+            ]
+            rows.append([network, arm, f"{statistics.median(rates):.0f}", *shares, *ratios])
+    shape = f"{args.env_id}, {N} x {T}, {torch.get_num_threads()} threads"
+    finish({"throughput": (header, rows)}, args.output, f"{shape}; medians of {args.rounds} rounds")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@
 
 `expanding` starts episodes near the balance and widens the range with success, `full` uses the widest range all the
 time; both are evaluated on the widest. Beyond 0.209 rad the pole counts as fallen: with the paper's range of 0.3 no
-policy can save 29 % of the evaluation's starts, and the best return is 354. Writes curves.png and table.md to `out`
-(those of the README: --out benchmark/results/cartpole_curriculum).
+policy can save 29 % of the evaluation's starts, and the best return is 354. Writes curves.json and curves.png to `out`
+(those of the README: --out benchmark/results/cartpole_curriculum; the table there: benchmark/run.py tables).
 """
 
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ class Args:
     learning_rate: float = 1e-3
     eval_episodes: int = 400  # greedy, the same starts every time
     eval_interval: int = 10  # updates between two evaluations
-    out: Path = Path("runs/cartpole_curriculum")  # folder for curves.png and table.md
+    out: Path = Path("runs/cartpole_curriculum")  # folder for curves.json and curves.png
+    remake: bool = False  # run nothing: draw the picture again from curves.json
 
 
 def evaluate(actor, args):
@@ -118,34 +120,46 @@ def train(args, arm, seed):
     return np.array(rows)
 
 
-def main(args):
+def draw(folder):
+    """curves.png from the curves.json beside it."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    torch.set_num_threads(1)
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
-    lines = ["| arm | seeds | return at the end | mean over the run |", "|---|---|---|---|"]
-    for arm, color in ARMS.items():
-        started, runs = time.time(), []
-        for seed in range(args.seed, args.seed + args.num_seeds):
-            runs.append(train(args, arm, seed))
-            steps, returns, widest = runs[-1].T
-            print(f"{arm} seed {seed}: {returns[-1]:.1f}, range {widest[-1]:.2f} ({time.time() - started:.0f} s)")
-            for axis, values in zip(axes, (returns, widest)):
-                axis.plot(steps / 1e3, values, color=color, alpha=0.3, linewidth=0.8)
-        for axis, values in zip(axes, np.mean(runs, 0).T[1:]):
-            axis.plot(steps / 1e3, values, color=color, linewidth=2, label=f"{arm} (n={len(runs)})")
-        figures = [np.array([run[-1, 1] for run in runs]), np.array([run[:, 1].mean() for run in runs])]
-        cells = " | ".join(f"{x.mean():.1f} ({x.min():.1f} to {x.max():.1f})" for x in figures)
-        lines.append(f"| {arm} | {len(runs)} | {cells} |")
+    for arm, runs in json.loads((folder / "curves.json").read_text()).items():
+        for lines in runs.values():
+            for axis, values in zip(axes, (lines["return"], lines["widest"])):
+                axis.plot(np.array(lines["steps"]) / 1e3, values, color=ARMS[arm], alpha=0.3, linewidth=0.8)
+        for axis, kind in zip(axes, ("return", "widest")):
+            mean = np.mean([lines[kind] for lines in runs.values()], 0)
+            axis.plot(
+                np.array(lines["steps"]) / 1e3, mean, color=ARMS[arm], linewidth=2, label=f"{arm} (n={len(runs)})"
+            )
     for axis, title in zip(axes, ("return on the widest range of starts", "range of starts in training")):
         axis.set(title=title, xlabel="environment steps, thousands")
         axis.grid(alpha=0.3)
     axes[0].legend()
+    figure.savefig(folder / "curves.png", dpi=130)
+
+
+def main(args):
+    if args.remake:
+        if not (args.out / "curves.json").is_file():
+            raise SystemExit(f"error: --remake: there is no curves.json in {args.out}")
+        return draw(args.out)
+    torch.set_num_threads(1)
+    found = {arm: {} for arm in ARMS}
+    for arm in ARMS:
+        started = time.time()
+        for seed in range(args.seed, args.seed + args.num_seeds):
+            steps, returns, widest = train(args, arm, seed).T
+            print(f"{arm} seed {seed}: {returns[-1]:.1f}, range {widest[-1]:.2f} ({time.time() - started:.0f} s)")
+            lines = {"steps": steps, "return": returns, "widest": widest}
+            found[arm][seed] = {kind: [float(f"{x:.6g}") for x in values] for kind, values in lines.items()}
     args.out.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.out / "curves.png", dpi=130)
-    (args.out / "table.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    (args.out / "curves.json").write_text(json.dumps(found))
+    draw(args.out)
+    print(args.out / "curves.png")
 
 
 if __name__ == "__main__":
