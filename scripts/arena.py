@@ -81,7 +81,10 @@ def load_program(run):
         fail(f"{checkpoints[-1]} cannot be read ({type(error).__name__}): remove it, and the one before plays")
     spec = importlib.util.spec_from_file_location(f"code_of_{run.name}", run / "code.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        fail(f"{run}/code.py does not run ({type(error).__name__}: {error}): the command of the run writes it anew")
     return args, module, state
 
 

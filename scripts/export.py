@@ -23,7 +23,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.arena import fail, load_program  # noqa: E402
-from scripts.watch import evaluate  # noqa: E402
+from scripts.watch import evaluate, need_policy  # noqa: E402
 
 LIMIT = 1e-4  # of the difference between ONNX and torch
 AGENTLESS = "onpolicy_choices.py, which computes a stack of them at once"
@@ -113,7 +113,7 @@ def network_to_export(run, program):
     elif hasattr(network, "log_std"):
         compute, inputs, outputs = vector, "obs", "mean value std" if network.continuous else "logits value"
     else:
-        compute, inputs, outputs = plain, "obs legal", "logits value" if hasattr(network, "value") else "q"
+        compute, inputs, outputs = plain, "obs legal", "logits value" if len(found) > 1 else "q"
     names = inputs.split()[: len(real)]
     axes = [int(name == "core") for name in names]
     return Exported(network, compute), names, outputs.split(), axes, real[: len(names)], found
@@ -165,6 +165,7 @@ def main(options):
         except ImportError:
             fail(f"{name} is missing: scripts/run --extra onnx scripts/export.py {options.run}")
     program = load_program(options.run)
+    need_policy(options.run, program, "export")
     path = options.output or options.run / f"{program[2]['global_step']}.onnx"
     if path.suffix != ".onnx":
         fail(f"--output {path}: the name must end in .onnx")
@@ -173,7 +174,11 @@ def main(options):
         open(path, "ab").close()  # before the work
     except OSError as error:
         fail(f"{path} cannot be written: {error}. Choose another --output")
-    lines, noise, seen = export(options.run, program, path)
+    try:
+        lines, noise, seen = export(options.run, program, path)
+    finally:
+        if not path.stat().st_size:  # it failed
+            path.unlink()
     print("\n".join(lines))
     print(f"largest difference to torch: {noise:.1e} on random inputs, {seen:.1e} on those of an evaluation")
     if not max(noise, seen) <= LIMIT:

@@ -5,8 +5,8 @@
 
 The program that lies in the run, code.py, evaluates its newest checkpoint as it does with --eval-only, an episode of
 each game, task, split or seat at a time, and leaves the run as it was. Gymnasium's environments draw themselves; of
-Procgen and Atari you see what the agent sees; boards, hands of cards and the two rooms are drawn here. In games of two
-players the opponent plays at random: scripts/arena.py has stronger ones.
+Procgen and Atari you see what the agent sees; boards, hands of cards, the two rooms and Vector Pong are drawn here. In
+appo_pfsp*.py's games the opponent plays at random: scripts/arena.py has stronger ones.
 """
 
 import io
@@ -94,6 +94,14 @@ def evaluate(run, program, around=lambda parts: ExitStack(), **changes):
         fail(f"{run} cannot be played: {type(error).__name__}: {' '.join(str(error).split())[:500]}")
 
 
+def need_policy(run, program, verb):
+    """Ends where a run was of a test function, as those of nsga2.py are."""
+    args, module, _ = program
+    if getattr(args, "env_id", None) in getattr(module, "FUNCTIONS", ()):
+        pictures = ", ".join(map(str, sorted(run.glob("*.png")))) or "none yet"
+        fail(f"{run}: there is nothing to {verb}, {args.env_id} is a test function. Pictures of the run: {pictures}")
+
+
 # ---- Pictures --------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +166,23 @@ def board(games, moves):
         edge = "black" if number == len(moves) else None
         box = column * 48 + 5, row * 48 + 5, column * 48 + 43, row * 48 + 43
         draw.ellipse(box, [(210, 40, 40), (240, 200, 40)][player], edge, 4)
+    return np.array(image)
+
+
+def pong(games, i):
+    """Game i of Vector Pong: the arena of 160 x 160, twice as large, under the points of both."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (320, 352), "black")
+    draw = ImageDraw.Draw(image)
+    draw.text((160, 16), "{} : {}".format(*games.points[i]), "white", anchor="mm", font_size=22)
+    draw.line((0, 31, 319, 31), "gray")
+    (x, y), (left, right) = games.ball[i, :2], games.bats[i]
+    for corner_x, corner_y, width, height, color in (
+        (16, left, 5, 15, "orange"), (139, right, 5, 15, "deepskyblue"), (x, y, 4, 4, "white")
+    ):  # fmt: skip
+        corner = round(2 * float(corner_x)), 32 + round(2 * float(corner_y))
+        draw.rectangle((*corner, corner[0] + 2 * width - 1, corner[1] + 2 * height - 1), color)
     return np.array(image)
 
 
@@ -239,6 +264,20 @@ def film_slots(step, films, fps, picture):
     return filmed
 
 
+def film_pong(step, films):
+    """The `step` of games of Vector Pong, to the end of a game."""
+
+    def filmed(self, actions):
+        if self not in films:
+            films[self] = [Film(30, pong(self, i)) for i in range(self.num_games)]
+        outcome = step(self, actions)
+        for i in np.flatnonzero(~outcome[2]):  # in the others the next game has begun
+            films[self][i].add(pong(self, i))
+        return outcome
+
+    return filmed
+
+
 def film_games(step, films):
     """The `step` of games of two players."""
     moves = defaultdict(list)
@@ -282,6 +321,8 @@ def filming(module, args, reels, _parts):
         for name in ("LineGames", "MatrixGames", "OpenSpielGames"):
             if family := getattr(module, name, None):
                 stack.enter_context(mock.patch.object(family, "step", film_games(family.step, slots)))
+        if family := getattr(module, "VectorPong", None):
+            stack.enter_context(mock.patch.object(family, "step", film_pong(family.step, slots)))
         if crafter := getattr(module, "Crafter", None):
 
             def filmed():
@@ -359,6 +400,7 @@ def main(options):
         for name, value in (("MUJOCO_GL", "egl"), ("SDL_VIDEODRIVER", "dummy"), ("SDL_AUDIODRIVER", "dummy")):
             os.environ.setdefault(name, value)
     program = load_program(options.run)
+    need_policy(options.run, program, "film")
     path = options.output or options.run / "videos" / f"{program[2]['global_step']}.gif"
     films = watch(options.run, program, options.episodes, options.max_steps)
     try:

@@ -169,7 +169,7 @@ def test_every_public_name_stands_in_the_readme():
 def test_documented_tags_are_those_that_runs_write():
     """Every tag of the table stands in one of the scripts or in the curriculum's metrics."""
     code = "".join(path.read_text() for path in (*(ROOT / "algos").glob("*.py"), ROOT / "curricula" / "plr.py"))
-    groups = "charts|losses|curriculum|eval|perf|popart|async|replay|tasks|league"
+    groups = "charts|losses|curriculum|eval|perf|popart|async|replay|tasks|league|evolution|pbt|genes"
     rows = [line for line in TEXT.splitlines() if re.match(rf"\| `({groups})/", line)]
     assert len(rows) >= 16
     for row in rows:

@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "algos").glob("*.py"))
 TWO_UPDATES = {  # arguments with which a script makes exactly two updates
+    "a3c.py": "--env-id CartPole-v1 --num-workers 1 --num-envs 2 --num-steps 16 --log-interval 1 --eval-episodes 2 "
+    "--total-timesteps 64",
     "appo_pfsp.py": "--env-id rps --num-actors 1 --envs-per-actor 4 --batch-rollouts 4 --num-steps 8 "
     "--log-interval 1 --eval-episodes 2 --total-timesteps 64",
     "appo_pfsp_openspiel.py": "--env-id kuhn_poker --num-actors 1 --envs-per-actor 4 --batch-rollouts 4 --num-steps 8 "
@@ -23,14 +25,22 @@ TWO_UPDATES = {  # arguments with which a script makes exactly two updates
     "--batch-size 8 --eval-episodes 2 --total-timesteps 64",
     "dqn_taper_minigrid.py": "--env-id MiniGrid-Empty-5x5-v0 --num-envs 2 --num-steps 16 --learning-starts 16 "
     "--batch-size 8 --eval-episodes 2 --total-timesteps 64",
+    "evolution_strategies.py": "--env-id CartPole-v1 --population-size 4 --max-episode-steps 8 --eval-episodes 2 "
+    "--total-timesteps 64",
     "impala_popart.py": "--suite mixed --num-actors 1 --envs-per-actor 4 --batch-rollouts 4 --num-steps 8 "
     "--log-interval 1 --eval-episodes 1 --total-timesteps 64",
     "impala_popart_atari.py": "--env-id Pong-v5 --network nature --num-actors 1 --envs-per-actor 2 --batch-rollouts 2 "
     "--num-steps 8 --log-interval 1 --eval-episodes 1 --eval-max-steps 20 --total-timesteps 32",
     "impala_popart_procgen.py": "--env-id bigfish --network nature --num-actors 1 --envs-per-actor 2 "
     "--batch-rollouts 2 --num-steps 8 --log-interval 1 --eval-episodes 1 --eval-max-steps 20 --total-timesteps 32",
+    "neuroevolution.py": "--env-id VectorPong --population-size 3 --num-children 3 --num-elites 1 --fitness-episodes 1 "
+    "--train-steps 32 --train-envs 2 --num-steps 16 --num-minibatches 2 --eval-episodes 1 --total-timesteps 6000",
+    "nsga2.py": "--problem policy --pop-size 4 --num-envs 2 --num-steps 16 --train-steps 32 --num-minibatches 2 "
+    "--update-epochs 1 --fitness-games 1 --eval-episodes 2 --total-timesteps 8",
     "onpolicy_choices.py": "--env-id InvertedPendulum-v4 --num-envs 2 --iteration-size 32 --minibatch-size 16 "
     "--update-epochs 1 --eval-episodes 2 --total-timesteps 64",
+    "pbt_ppo.py": "--env-id CartPole-v1 --population 2 --leg-steps 32 --num-envs 2 --num-steps 16 --num-minibatches 2 "
+    "--update-epochs 1 --num-workers 2 --eval-episodes 2 --final-eval-episodes 2 --total-timesteps 64",
     "ppo.py": "--env-id CartPole-v1 --num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 "
     "--total-timesteps 64",
     "ppo_vector.py": "--env-id CartPole-v1 --num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 "

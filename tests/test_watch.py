@@ -1,4 +1,4 @@
-"""scripts/watch.py, export.py and pack.py on tiny runs of every script, and the agents in benchmark/agents."""
+"""scripts/watch.py, export.py, init_from.py, pack.py on tiny runs of every script; the agents in benchmark/agents."""
 
 import importlib
 import json
@@ -14,9 +14,10 @@ import pytest
 import torch
 import tyro
 from PIL import Image, ImageSequence
+from test_runs import assert_same
 from test_standalone import SCRIPTS, TWO_UPDATES
 
-from scripts import arena, export, pack, watch
+from scripts import arena, export, init_from, pack, watch
 
 ROOT = Path(__file__).parents[1]
 AGENTS = sorted(path.parent for path in (ROOT / "benchmark" / "agents").glob("*/config.json"))
@@ -26,13 +27,18 @@ MORE = {  # what the scripts' own two updates leave out
     "envpool": ("ppo_vector", f"--env-id CartPole-v1 --vectorization envpool {VECTOR}"),
     "feedforward": ("impala_popart", "--env-id CartPole-v1 --lstm-size 0 --num-actors 2 --envs-per-actor 2 "
                     "--batch-rollouts 2 --num-steps 8 --eval-episodes 1 --total-timesteps 16"),
+    "function": ("nsga2", "--problem zdt1 --pop-size 4 --total-timesteps 8"),
     "probe": ("ppo", f"--env-id probe_envs:Chain-v0 {VECTOR} --eval-max-steps 5"),
 }  # fmt: skip
 PICTURES = {  # an episode of each game, task, split or seat; pixels of an episode's picture
+    "a3c": (1, (300, 200)),
     "appo_pfsp": (2, (480, 320)), "appo_pfsp_openspiel": (2, (480, 320)), "dqn_taper": (4, (316, 316)),
-    "dqn_taper_crafter": (1, (300, 200)), "dqn_taper_minigrid": (1, (320, 320)), "impala_popart": (3, (300, 250)),
+    "dqn_taper_crafter": (1, (300, 200)), "dqn_taper_minigrid": (1, (320, 320)),
+    "evolution_strategies": (1, (300, 200)), "impala_popart": (3, (300, 250)),
     "impala_popart_atari": (1, (252, 252)), "impala_popart_procgen": (1, (320, 320)),
-    "onpolicy_choices": (1, (480, 480)), "ppo": (1, (300, 200)), "ppo_plr": (2, (320, 320)),
+    "neuroevolution": (1, (320, 352)),
+    "nsga2": (1, (320, 352)), "onpolicy_choices": (1, (480, 480)), "pbt_ppo": (1, (300, 200)), "ppo": (1, (300, 200)),
+    "ppo_plr": (2, (320, 320)),
     "ppo_plr_minigrid": (2, (320, 320)), "ppo_vector": (1, (300, 200)),
 }  # fmt: skip
 
@@ -128,6 +134,33 @@ def test_crafter_is_filmed():
     assert first.shape == (320, 320, 3) and first.std() > 3 and (first != second).any() and reels[0].fps == 15
 
 
+def test_vector_pong_is_drawn_where_bats_and_ball_are():
+    """ImagePong too, which steps as VectorPong does. A film ends with its game."""
+    from algos import neuroevolution as module
+
+    games = module.VectorPong([1, 2])
+    games.reset()
+    games.bats[0], games.ball[0, :2], games.points[0] = (0, 145), (100, 50), (3, 12)
+    picture = watch.pong(games, 0)
+    at = lambda x, y: tuple(int(v) for v in picture[32 + round(2 * y), round(2 * x)])  # noqa: E731
+    assert at(16, 0) == at(20.5, 14.5) == (255, 165, 0) and at(15.5, 0) == at(16, 15) == (0, 0, 0)
+    assert at(139, 145) == at(143.5, 159.5) == (0, 191, 255) and at(144, 150) == at(140, 144.5) == (0, 0, 0)
+    assert at(100, 50) == at(103.5, 53.5) == (255,) * 3 and at(99.5, 50) == at(104, 50) == (0, 0, 0)
+    assert (picture[:31] != watch.pong(games, 1)[:31]).any()  # 3 : 12, not 0 : 0
+
+    reels = []
+    with watch.filming(module, SimpleNamespace(env_id="VectorPong"), reels, {}):
+        games = module.VectorPong([1, 2])
+        games.reset()
+        games.round[0] = 19  # its last round: in the first game nobody moves, and the ball leaves
+        lengths = None
+        for frame in range(1, 60):
+            games.bats[:] = 0
+            over = games.step(np.ones((2, 2), int))[2]
+            lengths = lengths or (frame if over[0] else None)
+    assert lengths and len(reels) == 2 and len(reels[1]) == 60 and reels[0].fps == 30
+
+
 def test_boards_are_drawn_as_they_were_played():
     """Red 3, yellow 3, red 0: in Connect Four the second piece lies on the first."""
     from algos import appo_pfsp
@@ -171,6 +204,17 @@ def test_watch_says_what_is_wrong(run_of, tmp_path, monkeypatch):
     assert "use scripts/run --extra crafter" in said
 
 
+@pytest.mark.parametrize("tool, verb", [(watch, "film"), (export, "export")])
+def test_a_run_of_a_test_function_has_only_its_picture(tool, verb, run_of, monkeypatch):
+    run = run_of("function")
+    for name in ("onnx", "onnxscript", "onnxruntime") if tool is export else ():
+        monkeypatch.setitem(sys.modules, name, type(sys)(name))
+    said = refused(tool, run)
+    what = f"there is nothing to {verb}, zdt1 is a test function"
+    assert said == f"error: {run}: {what}. Pictures of the run: {run}/front.png"
+    assert (run / "front.png").is_file()
+
+
 def test_a_checkpoint_of_another_network_is_refused(run_of, tmp_path):
     shutil.copytree(run_of("ppo"), tmp_path / "run")
     (path,) = (tmp_path / "run" / "checkpoints").iterdir()
@@ -185,10 +229,12 @@ def test_a_checkpoint_of_another_network_is_refused(run_of, tmp_path):
     ("ppo", "obs", "logits value"),
     ("boxes", "obs", "mean value std"),
     ("ppo_plr", "obs", "logits value"),
+    ("nsga2", "obs", "logits value"),
     ("appo_pfsp", "obs legal", "logits value"),
     ("impala_popart", "obs starts last_action last_reward core", "logits next_core"),
     ("feedforward", "obs", "logits"),
     ("dqn_taper", "obs", "q"),
+    ("neuroevolution", "obs", "logits value"),
 ])  # fmt: skip
 def test_a_network_in_onnx_is_torch_s(name, inputs, outputs, run_of, tmp_path, capsys):
     onnx, ort = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
@@ -319,3 +365,69 @@ def test_an_agent_plays_a_person_and_engines(name, moves, tmp_path):
     arena.main(arena.Args((agent,), engines=("random",), games=20, greedy=True, out=tmp_path))
     table = json.loads((tmp_path / "payoff.json").read_text())
     assert table["labels"] == ["random", "newest"] and table["payoff"][1][0] >= 0.9
+
+
+# ---- scripts/init_from.py --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["appo_pfsp", "boxes", "dqn_taper", "impala_popart", "neuroevolution", "ppo", "ppo_plr_minigrid"]
+)
+def test_a_run_begins_with_another_s_networks(name, run_of, tmp_path, monkeypatch, capsys):
+    """To the bit; its own folder, a first update as of a new run; the same command finds it."""
+    run = run_of(name)
+    script, words = MORE.get(name, (name, TWO_UPDATES.get(f"{name}.py")))
+    module, first = importlib.import_module(f"algos.{script}"), {}
+    checkpoint = module.RunLogger.checkpoint
+
+    def seen(self, update, *rest, **options):
+        first.setdefault(update, {name: pack_state(part.state_dict()) for name, part in self.parts.items()})
+        return checkpoint(self, update, *rest, **options)
+
+    pack_state = module.pack
+    monkeypatch.setattr(module.RunLogger, "checkpoint", seen)
+    words = words.replace("--num-actors 1", "--num-actors 0").split() + ["--progress", "none", "--run-dir", tmp_path]
+    command = [run, ROOT / "algos" / f"{script}.py", *words, "--seed", 2]
+    result = init_from.main([*map(str, command)])
+    state = torch.load(max((run / "checkpoints").glob("*.pt")), weights_only=True)
+    networks = [part for part in init_from.NETWORKS if part in state]
+    assert networks == {"boxes": ["agent", "obs_norm"], "dqn_taper": ["agent", "target"]}.get(name, ["agent"])
+    for part in networks:
+        if part == "obs_norm":  # which has seen the first observations since
+            assert first[0][part]["count"] > state[part]["count"] > 1
+        else:
+            assert_same(first[0][part], state[part])
+    folder = next(tmp_path.rglob("result.json")).parent
+    assert folder.parent.parent.name.startswith(f"{script}-from-") and folder.name.startswith("seed2-")
+    assert f"Begins with {', '.join(networks)} of {run}" in capsys.readouterr().err
+    assert init_from.main([*map(str, command)]) == result and "finished before" in capsys.readouterr().out
+
+
+def test_init_from_refuses_what_does_not_fit(run_of, tmp_path):
+    def refused_by(run, script, *words):
+        with pytest.raises(SystemExit) as ended:
+            init_from.main([str(run), str(ROOT / "algos" / script), *words, "--run-dir", str(tmp_path)])
+        assert "\n" not in str(ended.value)
+        return str(ended.value)
+
+    run = run_of("ppo")
+    assert "has another network: " in refused_by(run, "ppo.py", "--env-id", "Acrobot-v1")
+    assert "holds agent, and this command trains agent, target" in refused_by(run, "dqn_taper.py")
+    assert "is no script of algos/: give one of appo_pfsp.py, " in refused_by(run, "no.py")
+    assert "their optimisers" in refused_by(run, "onpolicy_choices.py")
+    assert "is no folder of a run" in refused_by(tmp_path, "ppo.py")
+    with pytest.raises(SystemExit) as ended:
+        init_from.main([str(run)])
+    assert ended.value.code == 2
+
+
+def test_a_damaged_program_is_one_line(run_of, tmp_path):
+    run = shutil.copytree(run_of("ppo"), tmp_path / "run")
+    (run / "code.py").write_text("import no_such_package\n")
+    assert "code.py does not run (ModuleNotFoundError: No module named 'no_such_package')" in refused(watch, run)
+    code = "\n\ndef evaluate(*arguments):\n    raise ValueError('nothing to see')\n"
+    shutil.copy(ROOT / "algos" / "ppo.py", run / "code.py")
+    (run / "code.py").write_text(
+        (run / "code.py").read_text().replace('if __name__ == "__main__"', f"{code}\nif False")
+    )
+    assert "nothing to see" in refused(export, run, run / "a.onnx") and not (run / "a.onnx").exists()

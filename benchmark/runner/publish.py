@@ -12,7 +12,13 @@ from benchmark.runner.suite import PUBLISHED
 from benchmark.runner.tables import ONCE, read
 
 FILES = "suite.toml", "summary.json", "curves.json", "report.md"
-OTHERS = {"games": "popart_figures", "equilibrium": "pfsp_figures"}  # picture, beside its numbers -> who draws it
+OTHERS = {
+    "games": "popart_figures",
+    "equilibrium": "pfsp_figures",
+    "fronts": "nsga2_figures",
+    "lineage": "pbt_figures",
+    "staleness": "a3c_figures",
+}  # picture, beside its numbers -> who draws it
 
 
 def lost(new, old):
