@@ -624,7 +624,7 @@ def test_the_speed_program_measures_both_sides(tmp_path):
 def test_the_picture_is_made_again_from_its_numbers(tmp_path):
     import matplotlib.image
 
-    folder = ROOT / "benchmark" / "results" / "nsga2"
+    folder = ROOT / "benchmark" / "results" / "nsga2" / "figures"
     shutil.copyfile(folder / "fronts.json", tmp_path / "fronts.json")
     command = [sys.executable, ROOT / "benchmark/figures/nsga2_figures.py", "--folder", tmp_path]
     subprocess.run(command, check=True, timeout=120)

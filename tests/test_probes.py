@@ -33,12 +33,12 @@ from curricula.taper import TaskPrioritizedReplay
 
 TESTS = Path(__file__).parent
 
-# Of evolution (EVO) there is no script.
 PROBES = {
     "PPO": "1 3 5 6 7 9 10 11 12 13 15 16 17", "SYN": "2 4 5 7 8 9 11 12 13 14 15 16", "SP": "2 4 5 6 7 8 9 10",
     "CUR": "1 3 4 7 8 9 10 11 12 13 14", "RPL": "2 3 4 5 6 8 9 10 11 12 13 14",
     "BEN": "1 2 4 5 6 8 9 10 11 12 13 14 15", "CLI": "1 2 4 5 6 7 8 9 10 11 12 13",
     "CKP": "2 3 4 5 6 7 8 9 10 11 13", "ENV": "1 3 4 5 6 7 8 9 10 11 12 13", "USE": "1 2 3 4 5 6 7 8 9 10",
+    "EVO": "1 3 4 5 8 9 10 11 12 13 14",
 }  # fmt: skip
 NOT_CLAIMED = {
     "RPL-06": "the replay makes one-step targets: there is no n-step return",

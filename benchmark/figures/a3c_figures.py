@@ -6,9 +6,11 @@ scripts/run benchmark/figures/a3c_figures.py              # draws staleness.json
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
+import tyro
 from matplotlib.ticker import MaxNLocator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,6 +18,11 @@ sys.path.insert(0, str(ROOT))
 from benchmark.runner.figures import COLORS, SETTINGS, legend, panels, save  # noqa: E402
 
 FOLDER = ROOT / "benchmark" / "results" / "a3c" / "figures"
+
+
+@dataclass
+class Args:
+    folder: Path = FOLDER  # of staleness.json
 
 
 def mean(counts):
@@ -52,4 +59,4 @@ def remake(folder):
 
 
 if __name__ == "__main__":
-    remake(FOLDER)
+    remake(tyro.cli(Args, description=__doc__).folder)

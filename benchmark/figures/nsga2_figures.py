@@ -1,7 +1,7 @@
-"""The last fronts of algos/nsga2.py against the true ones, from benchmark/results/nsga2/fronts.json.
+"""The last fronts of algos/nsga2.py against the true ones, from benchmark/results/nsga2/figures/fronts.json.
 
 scripts/run benchmark/figures/nsga2_figures.py                       # fronts.png beside the numbers
-scripts/run --extra evolution benchmark/speed/nsga2_pymoo.py --fronts benchmark/results/nsga2/fronts.json     # these
+scripts/run --extra evolution benchmark/speed/nsga2_pymoo.py --fronts benchmark/results/nsga2/figures/fronts.json
 """
 
 import json
@@ -24,7 +24,7 @@ SHOWN = "zdt1", "zdt2", "zdt3", "zdt4", "zdt6", "dtlz1", "dtlz2", "dtlz7"
 
 @dataclass
 class Args:
-    folder: Path = ROOT / "benchmark" / "results" / "nsga2"  # of fronts.json
+    folder: Path = ROOT / "benchmark" / "results" / "nsga2" / "figures"  # of fronts.json
 
 
 def draw(data):

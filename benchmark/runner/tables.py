@@ -175,6 +175,25 @@ def pfsp_connect_four(of):
     return of.by_algorithm("opponents", {"seeds": of.seeds, "in training": of.score(env)} | arena | speed)
 
 
+EVOLVED = {"openai-es": "OpenAI-ES", "cma-es": "CMA-ES", "ga": "genetic algorithm",
+           "lamarckian": "the same with PPO, weights inherited (Lamarckian)",
+           "baldwinian": "the same with PPO, weights not inherited (Baldwinian)"}  # fmt: skip
+
+
+def evolution_pong(of):
+    columns = {"seeds": of.seeds, "score difference": of.score("VectorPong"),
+               "frames per second": lambda name: number(of.summary["speed"][name]["steps_per_second"])}  # fmt: skip
+    return of.by_algorithm("method", columns, EVOLVED)
+
+
+def pbt_pong(of):
+    columns = {"seeds": of.seeds, "best member, held out": of.score("VectorPong"),
+               "minus `random_search`'s": of.minus("VectorPong", "random_search"),
+               "mean fitness of the members": of.also("pbt/fitness_mean", "VectorPong"),
+               "frames of the best line": of.also("pbt/frames_best", "VectorPong")}  # fmt: skip
+    return of.by_algorithm("population", columns)
+
+
 def cartpole(folder):
     rows = []
     for arm, runs in read(folder, "curves.json").items():
@@ -188,7 +207,8 @@ def cartpole(folder):
 
 SUITES = {"bigfish_nature": bigfish_nature, "minigrid_plr": minigrid_plr, "impala_mixed": impala_mixed,
           "impala_atari": impala_atari, "taper_grid": taper_grid, "taper_minigrid": taper_minigrid,
-          "pfsp_small": nash_conv, "pfsp_poker": nash_conv, "pfsp_connect_four": pfsp_connect_four}  # fmt: skip
+          "pfsp_small": nash_conv, "pfsp_poker": nash_conv, "pfsp_connect_four": pfsp_connect_four,
+          "evolution_pong": evolution_pong, "pbt_pong": pbt_pong}  # fmt: skip
 
 
 def tables(published=PUBLISHED):
