@@ -499,15 +499,13 @@ def test_whatever_ends_the_server_no_worker_stays_and_sigterm_goes_on(tmp_path):
 
 
 def busy(group):
-    """The worker processes of a group that have come to their environments."""
+    """The worker processes of a group that wait in their environments: asleep each time that one looks."""
     from test_runs import members
 
-    found = []
-    for pid in members(group):
-        with contextlib.suppress(OSError):
-            command, links = open(f"/proc/{pid}/cmdline").read(), os.listdir(f"/proc/{pid}/fd")
-            if "spawn_main" in command and any("gradients" in os.readlink(f"/proc/{pid}/fd/{link}") for link in links):
-                found.append(pid)
+    found = [pid for pid in members(group) if "spawn_main" in open(f"/proc/{pid}/cmdline").read()]
+    for _ in range(5):
+        time.sleep(0.1)
+        found = [pid for pid in found if open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "S"]
     return found
 
 
