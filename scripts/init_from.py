@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from scripts.arena import fail, run_args  # noqa: E402
 
+OTHERWISE = "onpolicy_choices", "pbt_ppo", "evolution_strategies", "nsga2"  # their training begins with no one network
 NETWORKS = "agent", "target", "obs_norm"  # parts of a checkpoint
 
 
@@ -65,8 +66,8 @@ def main(words):
         known = ", ".join(path.name for path in sorted((ROOT / "algos").glob("*.py")))
         fail(f"{words[1]} is no script of algos/: give one of {known}")
     module = importlib.import_module(f"algos.{script.stem}")
-    if not hasattr(module, "Agent"):  # onpolicy_choices.py, a stack of them
-        fail(f"{script.name} is not for this: its agents' states hold their optimisers")
+    if script.stem in OTHERWISE:
+        fail(f"{script.name} is not for this: its training does not begin with one network")
     args = tyro.cli(module.Args, prog=f"{Path(__file__).name} {run} {script.name}", args=words[2:],
                     description=module.__doc__)  # fmt: skip
     found, digest = networks(run)

@@ -413,8 +413,9 @@ def test_init_from_refuses_what_does_not_fit(run_of, tmp_path):
     run = run_of("ppo")
     assert "has another network: " in refused_by(run, "ppo.py", "--env-id", "Acrobot-v1")
     assert "holds agent, and this command trains agent, target" in refused_by(run, "dqn_taper.py")
-    assert "is no script of algos/: give one of appo_pfsp.py, " in refused_by(run, "no.py")
-    assert "their optimisers" in refused_by(run, "onpolicy_choices.py")
+    assert "is no script of algos/: give one of a3c.py, appo_pfsp.py, " in refused_by(run, "no.py")
+    for script in init_from.OTHERWISE:  # what lies in their checkpoints as `agent` is not what they train
+        assert "does not begin with one network" in refused_by(run, f"{script}.py")
     assert "is no folder of a run" in refused_by(tmp_path, "ppo.py")
     with pytest.raises(SystemExit) as ended:
         init_from.main([str(run)])
