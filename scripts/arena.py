@@ -64,21 +64,31 @@ def shape_of(module, game):
     return games.obs_shape, games.num_actions
 
 
+def newest_checkpoint(run):
+    checkpoints = sorted((run / "checkpoints").glob("*.pt"))
+    if not checkpoints:
+        fail(f"{run} has no checkpoint yet: train on")
+    return checkpoints[-1]
+
+
+def load_checkpoint(path):
+    """The state that lies in a checkpoint."""
+    import torch  # seconds, which what is wrong before and --help need not wait for
+
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # a damaged file can raise anything
+        fail(f"{path} cannot be read ({type(error).__name__}): remove it, and the one before plays")
+
+
 def load_program(run):
     """The arguments of a run, the module of its program and its newest checkpoint's state. Before it runs the code that
     it finds there it says so."""
-    args, checkpoints = run_args(run), sorted((run / "checkpoints").glob("*.pt"))
-    if not checkpoints:
-        fail(f"{run} has no checkpoint yet: train on")
+    args, checkpoint = run_args(run), newest_checkpoint(run)
     if not (run / "result.json").exists():
-        print(f"The run is not finished: its newest checkpoint plays, of step {checkpoints[-1].stem.lstrip('0')}.")
+        print(f"The run is not finished: its newest checkpoint plays, of step {checkpoint.stem.lstrip('0')}.")
     print(f"Running the program that lies in the run: {run}/code.py", flush=True)
-    import torch  # seconds, which what is wrong above and --help need not wait for
-
-    try:
-        state = torch.load(checkpoints[-1], weights_only=True, map_location="cpu")
-    except Exception as error:  # a damaged file can raise anything
-        fail(f"{checkpoints[-1]} cannot be read ({type(error).__name__}): remove it, and the one before plays")
+    state = load_checkpoint(checkpoint)
     spec = importlib.util.spec_from_file_location(f"code_of_{run.name}", run / "code.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:

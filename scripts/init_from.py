@@ -20,7 +20,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from scripts.arena import fail, run_args  # noqa: E402
+from scripts.arena import fail, load_checkpoint, newest_checkpoint, run_args  # noqa: E402
 
 OTHERWISE = "onpolicy_choices", "pbt_ppo", "evolution_strategies", "nsga2"  # their training begins with no one network
 NETWORKS = "agent", "target", "obs_norm"  # parts of a checkpoint
@@ -31,16 +31,10 @@ def networks(run):
     import torch
 
     run_args(run)  # or it is no run
-    checkpoints = sorted((run / "checkpoints").glob("*.pt"))
-    if not checkpoints:
-        fail(f"{run} has no checkpoint yet: train on")
-    try:
-        state = torch.load(checkpoints[-1], weights_only=True, map_location="cpu")
-    except Exception as error:  # a damaged file can raise anything
-        fail(f"{checkpoints[-1]} cannot be read ({type(error).__name__}): remove it, and the one before serves")
+    state = load_checkpoint(checkpoint := newest_checkpoint(run))
     found, buffer = {name: state[name] for name in NETWORKS if name in state}, io.BytesIO()
     if not found:
-        fail(f"{checkpoints[-1]} holds no network")
+        fail(f"{checkpoint} holds no network")
     torch.save(found, buffer)
     return found, hashlib.sha256(buffer.getvalue()).hexdigest()[:8]
 
