@@ -69,7 +69,7 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases team
 
     # problem
-    env_id: str = "CartPole-v1"  # VectorPong, a Gymnasium id with vector observations, or a function: FUNCTIONS
+    env_id: str = "CartPole-v1"  # VectorPong, a Gymnasium id, or a function: sphere ellipsoid rosenbrock rastrigin
     dim: int = 10  # of a function
     start: float = 1.0  # of a function: every coordinate of the first mean
     target: float | None = None  # of a function: the run ends with an evaluation this low

@@ -105,7 +105,7 @@ class Args:
         at_least_2 = dict.fromkeys(("population_size", "hidden_size"), (2, math.inf))
         check_numbers(self, seed=(0, math.inf), train_steps=(0, math.inf), eval_interval=(0, math.inf), gamma=(0, 1),
                       num_elites=(1, self.population_size), gae_lambda=(0, 1), torch_threads=(0, 1024),
-                      eval_seed=(0, 2**64 - 1), **at_least_2)  # fmt: skip
+                      eval_seed=(0, 2**64 - 1), num_children=(1, 10_000), **at_least_2)  # fmt: skip
         if self.num_children + self.num_elites < self.population_size:
             least = self.population_size - self.num_elites
             raise ValueError(f"--num-children {self.num_children} and --num-elites {self.num_elites} do not fill "

@@ -121,7 +121,8 @@ class Args:
             self.mutation_prob = 1 / max(self.num_variables, 1)
         zero = dict.fromkeys(("seed", "eval_interval", "train_steps"), (0, math.inf))
         unit = dict.fromkeys(("sbx_prob", "sbx_gene_prob", "mutation_prob", "gamma", "gae_lambda"), (0, 1))
-        check_numbers(self, torch_threads=(0, 1024), eval_seed=(0, 2**64 - 1), pop_size=(2, 5_000), **zero, **unit)
+        check_numbers(self, torch_threads=(0, 1024), eval_seed=(0, 2**64 - 1), pop_size=(2, 5_000),
+                      num_variables=(0, 10**6), **zero, **unit)  # fmt: skip
         if self.num_objectives not in ((2, 3) if dtlz else (2,)):
             allowed = "takes 2 or 3" if dtlz else "has 2"
             raise ValueError(f"--num-objectives {self.num_objectives}: {self.env_id} {allowed}")

@@ -70,13 +70,13 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases team
 
     # environment
-    env_id: str = "VectorPong"  # or ImagePong, or a Gymnasium id, also module:id
+    env_id: str = "VectorPong"  # VectorPong, ImagePong, or a Gymnasium id, also module:id
     num_envs: int = 64  # environments of a member, side by side
     reward_win: float = 1.0  # Pong: reward of a point won
     reward_lose: float = 1.0  # Pong: cost of a point lost
     reward_hit: float = 0.0  # Pong: reward when the own bat meets the ball
     reward_move: float = 0.0  # Pong: reward of a frame in which the own bat moves
-    reward_scale: float = 1.0  # PPO sees rewards times this (Pendulum's are large: 0.01)
+    reward_scale: float = 1.0  # PPO sees rewards times this (Pendulum's are large: 0.1)
 
     # population
     population: int = 8  # members
@@ -127,15 +127,17 @@ class Args:
 
     def __post_init__(self):
         check_numbers(self, **LIMITS)
-        names = [parse_gene(text, self).name for text in self.genes]
+        genes = [parse_gene(text, self) for text in self.genes]
+        names = [gene.name for gene in genes]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"--genes: {twice[0].replace('_', '-')} is there twice")
         if self.leg_steps % (batch := self.num_envs * self.num_steps):
             fitting = max(round(self.leg_steps / batch), 1) * batch
             shape = f"num_envs {self.num_envs} x num_steps {self.num_steps}"
             raise ValueError(f"--leg-steps {self.leg_steps} is no multiple of {shape} = {batch}: try {fitting}")
-        if self.num_minibatches > batch:
-            raise ValueError(f"--num-minibatches {self.num_minibatches}: an update has {batch} samples")
+        minibatches = max([self.num_minibatches, *(gene.high for gene in genes if gene.name == "num_minibatches")])
+        if minibatches > batch // 2:  # one sample has no deviation to normalise its advantage by
+            raise ValueError(f"--num-minibatches {minibatches} of {batch} samples: use {batch // 2} at most")
         if self.self_play and self.env_id not in PONG:
             raise ValueError(f"--self-play with --env-id {self.env_id}: it has one seat; use {' or '.join(PONG)}")
         if self.exploit != "none" and self.self_play != (self.exploit == "elo"):
@@ -276,16 +278,16 @@ class Population:
     """The members and all that is decided about them; what happens in a leg is no concern of this class.
 
     A member is a dict: `agent`, `optimizer`, `envs` (states), `genes`, `frames` of its line, `legs` of its slot,
-    `scores` of its last evaluation, `fitness`, its `history`, `elo`, `parent` (the slot copied before its last leg).
-    `ready`: slots, who goes on next. `in_flight`: the requests that are underway, sent again when a worker is lost or
-    the run is resumed.
+    `scores` of its last evaluation, `fitness`, the genes that `earned` it, `elo`, `parent` (the slot copied before its
+    last leg). `ready`: slots, who goes on next. `in_flight`: the requests that are underway, sent again when a worker
+    is lost or the run is resumed.
     """
 
     def __init__(self, args, genes, agents, rng):
         self.args, self.genes, self.rng = args, genes, rng
         self.members = [
             {"agent": agent, "optimizer": None, "envs": None, "genes": {gene.name: gene.draw(rng) for gene in genes},
-             "frames": 0, "legs": 0, "scores": [], "fitness": math.nan, "history": [], "elo": 1000.0, "parent": None}
+             "frames": 0, "legs": 0, "scores": [], "fitness": math.nan, "earned": {}, "elo": 1000.0, "parent": None}
             for agent in agents
         ]  # fmt: skip
         self.ready, self.in_flight, self.failures = [*range(len(agents))], {}, [0] * len(agents)
@@ -298,7 +300,7 @@ class Population:
         donor = exploit(args.exploit, slot, column("fitness"), column("scores"), self.rng) if member["legs"] else None
         member["parent"] = donor
         if donor is not None:
-            names = "agent", "optimizer", "genes", "frames", "scores", "fitness", "elo"
+            names = "agent", "optimizer", "genes", "frames", "scores", "fitness", "earned", "elo"
             member.update({name: self.members[donor][name] for name in names})
             if args.explore:
                 member["genes"] = explore(member["genes"], self.genes, self.rng)
@@ -322,7 +324,7 @@ class Population:
         member["fitness"] = float(np.mean(member["scores"]))  # NaN if it diverged
         if args.self_play and not math.isnan(member["fitness"]):
             member["fitness"] = member["elo"]
-        member["history"] = [*member["history"], member["fitness"]]
+        member["earned"] = member["genes"]
         row = {"slot": slot, "parent": member["parent"], "genes": member["genes"], "frames": member["frames"],
                "fitness": None if math.isnan(member["fitness"]) else member["fitness"], "leg": member["legs"],
                "restarted": self.failures[slot]}  # fmt: skip
@@ -350,7 +352,7 @@ class Population:
         best, fitness = self.members[self.best()], [m["fitness"] for m in self.members if m["fitness"] == m["fitness"]]
         row = {"fitness_best": max(fitness, default=math.nan), "fitness_mean": np.mean(fitness or math.nan),
                "frames_best": best["frames"], "exploits": self.exploits, "restarts": self.restarts}  # fmt: skip
-        genes = {f"genes/{name}": value for name, value in best["genes"].items()}
+        genes = {f"genes/{name}": value for name, value in best["earned"].items()}
         return {f"pbt/{name}": value for name, value in row.items()} | genes
 
     def state_dict(self):

@@ -416,6 +416,7 @@ def test_population_sizes(size, tmp_path):
 @pytest.mark.parametrize("words, expected", [
     ("--population-size 1", "--population-size 1: it must be a number at least 2"),
     ("--num-children 2", "--num-children 2 and --num-elites 2 do not fill --population-size 5: use 3 children or more"),
+    ("--num-children 1000000", "--num-children 1000000: it must be a number between 1 and 10000"),
     ("--num-elites 9", "--num-elites 9: it must be a number between 1 and 5"),
     ("--inheritance baldwinian", "--inheritance baldwinian without training: give --train-steps"),
     ("--train-steps 64 --num-minibatches 3", "does not divide --train-envs 16 x --num-steps 64 = 1024: try 2"),

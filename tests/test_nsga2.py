@@ -435,6 +435,7 @@ def test_nan_is_named_and_all_nan_ends_the_run(tmp_path, monkeypatch, capsys):
     ("--num-objectives 3", "--num-objectives 3: zdt1 has 2"),
     ("--problem dtlz2 --num-objectives 4", "--num-objectives 4: dtlz2 takes 2 or 3"),
     ("--num-variables 1", "--num-variables 1: zdt1 takes 2 or more"),
+    ("--num-variables 10000000000000000000000", "it must be a number between 0 and 1000000"),
     ("--problem dtlz2 --num-variables 2", "--num-variables 2: dtlz2 takes 3 or more"),
     ("--problem policy --num-variables 3", "--num-variables 3: policy has 2, its reward weights"),
     ("--sbx-prob 1.5", "--sbx-prob 1.5: it must be a number between 0 and 1"),

@@ -199,7 +199,8 @@ def test_a_copy_takes_everything_of_the_donor_but_place_and_past():
     population = toy_population(explore=False)
     slow, fast = population.members
     fast |= {"legs": 5, "frames": 50, "fitness": 2.0, "scores": [2.0], "optimizer": {"moments": 1}, "agent": [1.0, 1.0]}
-    slow |= {"legs": 2, "frames": 20, "fitness": 1.0, "scores": [1.0], "envs": "its own", "history": [0.5, 1.0]}
+    fast["earned"] = fast["genes"]
+    slow |= {"legs": 2, "frames": 20, "fitness": 1.0, "scores": [1.0], "envs": "its own"}
     request = population.next()
     assert (
         request["agent"] == [1.0, 1.0] and request["genes"] == fast["genes"] and request["optimizer"] == {"moments": 1}
@@ -209,7 +210,21 @@ def test_a_copy_takes_everything_of_the_donor_but_place_and_past():
         "it is worth what the copied network is, until its leg ends"
     )
     row = population.record(0, toy_leg(request))
-    assert (row["parent"], row["frames"], row["leg"], slow["history"][:2]) == (1, 60, 3, [0.5, 1.0])
+    assert (row["parent"], row["frames"], row["leg"]) == (1, 60, 3)
+
+
+def test_the_genes_that_are_logged_are_those_that_earned_the_fitness():
+    """Not those of a copy that has not trained with them, though it ties with its donor and stands before it."""
+    population = toy_population()
+    copy, donor = population.members
+    copy |= {"legs": 1, "fitness": 0.0, "scores": [0.0]}
+    donor |= {"legs": 1, "fitness": 1.0, "scores": [1.0], "earned": donor["genes"]}
+    request = population.next()
+    assert population.best() == request["slot"] == 0 and request["genes"] != donor["genes"]
+    logged = {name.removeprefix("genes/"): x for name, x in population.metrics().items() if name.startswith("genes/")}
+    assert logged == donor["genes"]
+    population.record(0, toy_leg(request))
+    assert copy["earned"] == request["genes"]
 
 
 def test_members_go_on_in_the_order_in_which_they_return():
@@ -494,6 +509,8 @@ def test_self_play(tmp_path):
     ("--genes num-envs=1:8:int", "there is no gene num-envs; use reward-win"),
     ("--genes gamma=0.9:1:linear gamma=0.9:1:linear", "gamma is there twice"),
     ("--leg-steps 100", "--leg-steps 100 is no multiple of num_envs 2 x num_steps 16 = 32: try 96"),
+    ("--num-minibatches 17", "--num-minibatches 17 of 32 samples: use 16 at most"),
+    ("--genes num-minibatches=1:64:int", "--num-minibatches 64 of 32 samples: use 16 at most"),
     ("--self-play --exploit elo", "it has one seat; use VectorPong or ImagePong"),
     ("--self-play --env-id VectorPong", "--exploit truncation: elo and none go with --self-play"),
     ("--exploit elo", "--exploit elo: elo and none go with --self-play, all others without it"),
