@@ -93,7 +93,7 @@ def load_program(run):
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         fail(f"{run}/code.py does not run ({type(error).__name__}: {error}): the command of the run writes it anew")
     return args, module, state
 
