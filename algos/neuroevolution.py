@@ -27,7 +27,7 @@ import sys
 import time
 from array import array
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -101,6 +101,10 @@ class Args:
     eval_seed: int = 10_000  # seeds the evaluation episodes, the same for every run and algorithm
     eval_only: bool = False  # evaluate the newest checkpoint of this same command and stop
 
+    # derived
+    train_frames: int = field(init=False)  # of a child: train_steps in whole rollouts
+    batch_size: int = field(init=False)  # frames of a generation at most, by which the last one may go beyond the total
+
     def __post_init__(self):
         at_least_2 = dict.fromkeys(("population_size", "hidden_size"), (2, math.inf))
         check_numbers(self, seed=(0, math.inf), train_steps=(0, math.inf), eval_interval=(0, math.inf), gamma=(0, 1),
@@ -112,12 +116,16 @@ class Args:
                              f"--population-size {self.population_size}: use {least} children or more")  # fmt: skip
         if self.inheritance == "baldwinian" and not self.train_steps:
             raise ValueError("--inheritance baldwinian without training: give --train-steps, as 16384")
-        if self.train_steps and (batch := self.train_envs * self.num_steps) // self.num_minibatches < 2:
+        batch, born = self.train_envs * self.num_steps, max(self.num_children, self.population_size)
+        if self.train_steps and batch // self.num_minibatches < 2:
             raise ValueError(f"--num-minibatches {self.num_minibatches}: less than 2 of {batch} frames a minibatch")
         if self.train_steps and batch % self.num_minibatches:
             fitting = next(n for n in range(self.num_minibatches, 0, -1) if batch % n == 0)
             raise ValueError(f"--num-minibatches {self.num_minibatches} does not divide --train-envs {self.train_envs} "
                              f"x --num-steps {self.num_steps} = {batch}: try {fitting}")  # fmt: skip
+        self.train_frames = -(-self.train_steps // batch) * batch
+        members = born * (2 if self.train_steps and self.fitness_before else 1) + self.num_elites
+        self.batch_size = born * self.train_frames + members * self.fitness_episodes * self.eval_max_steps
         try:
             if self.env_id != "VectorPong":
                 gym.wrappers.FlattenObservation(gym.make(self.env_id)).close()
@@ -950,8 +958,7 @@ def train(args):
             means = run.log_eval(global_step, evaluate(agent, args, run.check_signals))
             print(json.dumps(means))
             return means
-        rng, check, rollout = random.minibatches, run.check_signals, args.train_envs * args.num_steps
-        train_frames = -(-args.train_steps // rollout) * rollout
+        rng, check = random.minibatches, run.check_signals
 
         def number(x):
             return float(x) if math.isfinite(x) else None  # JSON's null
@@ -995,7 +1002,7 @@ def train(args):
                     before, frames = fitness_of(genome, fitness_seeds)
                 with closing(make_games(args.env_id, train_seeds, size)) as games:
                     trained, losses = ppo_leg(on_device(genome), games, args, random.actions, rng, check)
-                weights, frames = [x.cpu().numpy() for x in trained], frames + train_frames
+                weights, frames = [x.cpu().numpy() for x in trained], frames + args.train_frames
             trained_s = time.perf_counter() - begun
 
             # ... and evaluation beside the elites, in games that are new to both. The best of them stay.

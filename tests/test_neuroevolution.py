@@ -527,3 +527,14 @@ def test_the_picture_follows_the_champion(tmp_path, monkeypatch):
     assert lines[0] == ((30, 20, 10), (2, 3, 1))
     ne.draw_lineage(rows[2:])
     assert lines[4] == ((30, 20), (2, 3))
+
+
+def test_no_generation_is_larger_than_its_arguments_say(tmp_path):
+    """batch_size, by which reports know how far beyond its budget a run's last evaluation may lie."""
+    for name, words in (("plain", ""), ("trained", TRAINED)):
+        run = train(ne, tmp_path / name, words, "--total-timesteps 3000 --eval-max-steps 60")
+        steps = [row["global_step"] for row in run.rows("metrics.jsonl")]
+        assert 0 < max(np.diff([0, *steps])) <= run.json("config.json")["args"]["batch_size"]
+    args = parse(ne, "--train-steps 100 --train-envs 4 --num-steps 16 --num-minibatches 2 --population-size 3",
+                 "--num-children 2 --num-elites 1 --fitness-episodes 5 --eval-max-steps 7")  # fmt: skip
+    assert (args.train_frames, args.batch_size) == (128, 3 * 128 + (2 * 3 + 1) * 5 * 7)
