@@ -463,9 +463,11 @@ class SharedMemory(dict):
         records = np.frombuffer(mmap.mmap(self.fd, 0), record)
         super().__init__({name: records[name] for name in layout})
 
+    # Copied from algos/impala_popart.py:SharedMemory.__reduce__
     def __reduce__(self):
         return SharedMemory, (self.layout, self.count, DupFd(self.fd))
 
+    # Copied from algos/impala_popart.py:SharedMemory.record
     def record(self, i):
         return {name: array[i, ...] for name, array in self.items()}
 
